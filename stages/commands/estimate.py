@@ -40,6 +40,8 @@ def _report(build: Build, machine: Machine) -> None:
     from stages.reports.estimate_page import page
 
     options, config = build.options, config_of(build.source)
+    stored = config.within(build.context)
+    build.target.check(stored)
     chosen = options.bucket_list(), machine, build.policy
     estimates = {
         name: Estimate(config, name, *chosen, positions=build.positions, second_copy=options.second_copy)
@@ -50,7 +52,6 @@ def _report(build: Build, machine: Machine) -> None:
     found = figures(build.source.name, estimates, grouping)
     if build.target.device == "sim":
         found["counted"] = counted(build.directory, estimates[grouping])
-    stored = config.within(build.context)
     plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
     found["locked"] = locked_memory(plan, stored, composed, build.buckets, build.policy, options.second_copy)
     if options.json:

@@ -90,8 +90,8 @@ LOWEST_BYTES = [1, *[2.0**-6] * 511]
 def test_sums_of_extreme_numbers_fit(teams, form, number, sign):
     """Every weight is the largest or the smallest of its format, and x has the largest high or low bytes.
 
-    What could overflow are sums of products of bytes in 16 bits (mxfp4, with AVX2), and in 32 bits sums times a scale that
-    is a whole number (int4), which is why int6, whose numbers are larger, multiplies in f32.
+    What could overflow are sums of products of bytes in 16 bits (mxfp4, with AVX2), and in 32 bits sums times a scale
+    that is a whole number (int4), which is why int6, whose numbers are larger, multiplies in f32.
     """
     rows, cols = 16, 1024
     largest = 255 if form.GROUPED.factors else 127  # the exponent of 1

@@ -20,6 +20,7 @@ from stages import air
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.air.stitching import SETTLE, part_of
+from stages.commands.estimate import run as estimate
 from stages.engine.files import read_json, write_json
 from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
@@ -41,6 +42,8 @@ from stages.estimate.work import (
     multiply,
     spend,
 )
+from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.kernels import (
     Cost,
     feed_forward,
@@ -648,6 +651,13 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     assert held["driver"] == 64 << 20 and f"weights {amount(held['weights'])}, " in run.stdout
     rows = [line.split() for line in run.stdout.splitlines() if line.startswith("  gemv ")]
     assert rows and all(row[2] in {"configuration", "stream", "elementwise", "DDR"} for row in rows)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+def test_a_family_without_programs_is_refused(weights: str, tmp_path: Path) -> None:
+    options = {"model": "random:olmo2-1b", "weights": weights, "target": "cpu", "artifacts": str(tmp_path)}
+    with pytest.raises(UserError, match=r"^model family olmo2: target npu2 has no kernels for norms of whole rows"):
+        estimate(Build(parse_options(options)))
 
 
 def test_check_puts_model_and_measurement_side_by_side() -> None:
