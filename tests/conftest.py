@@ -153,11 +153,19 @@ def of_command_line(variables: Mapping[str, object]) -> dict[str, str]:
 
 
 def build(checkpoint: Path | str, artifacts: Path, **variables: object) -> Path:
-    """`doit compile` into `artifacts`; returns the artifact directory."""
+    """What `doit compile` does, in this process, which has imported it all; returns the artifact directory.
+
+    Steps run one after the other. doit itself runs in tests of the pipeline.
+    """
     given = {"model": str(checkpoint), "artifacts": str(artifacts), **of_command_line(variables)}
-    run = doit("compile", *(f"{name}={value}" for name, value in given.items()))
-    assert run.returncode == 0, run.stdout + run.stderr
-    return Build(parse_options({"target": "cpu"} | given)).directory
+    build = Build(parse_options({"target": "cpu"} | given))
+    build.need_tools()
+    with build.project.lock:
+        for step in build.steps.values():
+            failed = step.run()
+            assert failed is None, f"{step.name}: {failed.message}"
+        build.finish()
+    return build.directory
 
 
 @pytest.fixture(scope="session")
