@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -40,7 +39,7 @@ from stages.model.random_weights import write_byte_tokenizer
 from stages.model.reference import Model
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.weights.scalars import ACTIVATIONS
-from tests.conftest import ROOT, doit, unfinished
+from tests.conftest import build
 from tests.support import described
 from tests.support.plain_decoder import Plain, in_bf16
 
@@ -229,17 +228,6 @@ def family() -> Iterator[None]:
     del known["described"]
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout that has the family of descriptions."""
-    root = tmp_path_factory.mktemp("checkout")
-    for name in ("stages", "runtime", "kernel_src"):
-        shutil.copytree(ROOT / name, root / name, ignore=unfinished)
-    shutil.copy(ROOT / "dodo.py", root)
-    shutil.copy(described.__file__, root / "stages/model/families")
-    return root
-
-
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= 20 else []) for s in range(200)])
 def test_descriptions(seed: int, tmp_path: Path) -> None:
     """Against the plain decoder, our error in terms of that of one that rounds to bf16."""
@@ -256,7 +244,7 @@ def test_descriptions(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= RUN else []) for s in range(40)])
-def test_descriptions_run(seed: int, checkout: Path, artifacts: Path, tmp_path: Path) -> None:
+def test_descriptions_run(seed: int, artifacts: Path, tmp_path: Path) -> None:
     """On the CPU: a prompt in pieces, tokens, rewinds."""
     rng = np.random.default_rng([seed, 36])
     made = description(rng)
@@ -265,10 +253,8 @@ def test_descriptions_run(seed: int, checkout: Path, artifacts: Path, tmp_path: 
     ids = rng.integers(0, made.vocab, ROWS + TOKENS).tolist()
     tensors = load_file(checkpoint / "model.safetensors")
     exact, rounded = (Plain(made, tensors, POSITIONS, *of).logits(ids) for of in ((), (in_bf16,)))
-    context = [] if made.short_context is None else [f"context={POSITIONS}"]
-    run = doit("compile", f"model={checkpoint}", f"artifacts={artifacts}", "target=cpu", *context, cwd=checkout)
-    assert run.returncode == 0, run.stdout + run.stderr
-    llm = load(artifacts / checkpoint.name / "cpu")
+    context = {} if made.short_context is None else {"context": POSITIONS}
+    llm = load(build(checkpoint, artifacts, **context))
     first, end = sorted(rng.choice(np.arange(1, ROWS), 2, replace=False).tolist())
     ours = [llm.prefill(ids[:first]), llm.prefill(ids[first:end]), *(llm.decode(token) for token in ids[end:])]
     places = [first - 1, end - 1, *range(end, len(ids))]

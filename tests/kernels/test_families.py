@@ -339,6 +339,11 @@ def in_steps(llm: Llama, pieces: Sequence[list[int]], rng: np.random.Generator) 
     return np.array(made[0])
 
 
+CACHES = ("llama", "gemma3_text", "lfm2", "gpt_oss")
+"""Families whose first configuration runs with a KV cache in 8 bits, too: with plain attention, windows, layers that
+have none, sinks. Of others the thorough configurations do."""
+
+
 @pytest.mark.parametrize("family, seed", CASES)
 def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None:
     """A prompt in three pieces, tokens, a rewind; and with a KV cache in 8 bits.
@@ -363,7 +368,7 @@ def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None
     assert judged.any()
     places = places[judged]
     least = error(rounded[places], exact[places])
-    for kv in ("bf16", "int8"):
+    for kv in ("bf16", "int8") if seed or family in CACHES else ("bf16",):
         llm = load(build(checkpoint, artifacts, kv=kv, **context), kv_memory=1 << 28)
         ours = [llm.prefill(ids[:first]), llm.prefill(ids[first:second]), llm.prefill(ids[second:end])]
         ours += [llm.decode(token) for token in ids[end:304]]

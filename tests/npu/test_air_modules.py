@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from dataclasses import replace
@@ -96,7 +97,20 @@ def test_decode_joins_a_layer_with_the_next() -> None:
     assert all(names == ["w_vocab", "normed", "logits"] for names in partitions) and settling == ["logits"]
 
 
-@pytest.fixture(scope="module", params=[(model, grouping) for model in MODELS for grouping in GROUPINGS], ids="-".join)
+USUAL = {
+    *(("demo", "separate"), ("demo", "fused"), ("smollm2-135m", "fused"), ("llama-3.1-8b", "fused")),
+    *(("smollm2-1.7b", "separate"), ("tinyllama-1.1b", "separate")),
+}
+"""Small and large, of few and of many KV heads. Others differ from them in sizes alone, and are thorough."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(pair, id="-".join(pair), marks=[] if pair in USUAL else pytest.mark.thorough)
+        for pair in itertools.product(MODELS, GROUPINGS)
+    ],
+)
 def modules(request: pytest.FixtureRequest) -> tuple[Config, list[Module]]:
     """A model and its modules in a grouping, for all buckets. Not to be changed by a test."""
     model, grouping = request.param
@@ -112,7 +126,7 @@ def test_every_program_is_even(modules: tuple[Config, list[Module]]) -> None:
         assert all(limits.steady(steps) for steps in core_steps(built.air)), built.program.name
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "grouping, weights", [("separate", "bf16"), ("fused", "bf16"), ("fused", "int4"), ("fused", "int4,w_down=int8")]
 )
