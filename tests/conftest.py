@@ -224,9 +224,14 @@ def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def built(project: Path, tmp_path: Path) -> Path:
-    """A compiled project to edit."""
-    return shutil.copytree(project, tmp_path / "checkout")
+def built(project: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A compiled project to edit. It stays where the test fails: all together are 100,000 files, which a later run
+    would remove before its first test."""
+    copied = shutil.copytree(project, tmp_path / "checkout")
+    failed = request.session.testsfailed
+    yield copied
+    if request.session.testsfailed == failed:
+        shutil.rmtree(copied)
 
 
 @pytest.fixture(scope="session")

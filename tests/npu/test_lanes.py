@@ -303,7 +303,7 @@ def error(form: Format, rounded: np.ndarray, x: np.ndarray) -> np.ndarray:
     return largest * (2.0**-15 * 32 * groups.max(axis=1).sum() + 2.0**-16 * groups.sum())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)  # one of each format, each of another shape
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("rows, cols", [(48, 576), (32, 720), (1024, 256), (256, 8192)])
 def test_products_of_the_array(form: Format, rows: int, cols: int) -> None:
@@ -312,7 +312,7 @@ def test_products_of_the_array(form: Format, rows: int, cols: int) -> None:
     assert_close(product(form, rounded, x), want, ULP / 2 * np.abs(want) + error(form, rounded, x))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize(
     "rows, cols, scalars", [(48, 576, USUAL), (96, 736, GEMMAS), (1024, 256, USUAL), (32, 4096, USUAL)]
@@ -331,6 +331,7 @@ def test_products_with_norm_or_residual(form: Format, rows: int, cols: int, scal
     np.testing.assert_array_equal(got, product(form, rounded, row, residual, kernel="gemv_bias"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("rows, cols", [(48, 576), (96, 736)])
 def test_products_with_bias(form: Format, rows: int, cols: int) -> None:
@@ -357,7 +358,7 @@ def test_a_bias_without_room_is_added_afterwards() -> None:
     np.testing.assert_array_equal(got, add.reference(bias, exact))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("rows, cols, scalars", [(48, 576, USUAL), (256, 256, GEMMAS), (32, 4096, USUAL)])
 def test_swiglu_of_the_array(form: Format, rows: int, cols: int, scalars: Scalars) -> None:
@@ -444,7 +445,7 @@ def test_the_array_reads_every_number_and_scale() -> None:
         np.testing.assert_array_equal(product(form.FORMAT, rounded, x), form.FORMAT.dequantise(rounded, 64)[:, 37])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize(
     "cols, inner, scalars", [(256, 512, USUAL), (576, 1536, USUAL), (64, 288, USUAL), (80, 736, GEMMAS)]
@@ -471,6 +472,7 @@ def test_a_feed_forward_network_of_the_array(form: Format, cols: int, inner: int
     assert np.std(got - want) < 0.01 * np.std(want), "far from the bound, errors are small"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("cols, inner, scalars", [(80, 736, GEMMAS), (576, 1536, USUAL)])
 def test_a_feed_forward_network_between_norms(form: Format, cols: int, inner: int, scalars: Scalars) -> None:
