@@ -107,6 +107,7 @@ def test_short_conv(rows: int, cols: int, taps: int) -> None:
     assert (out.view(np.uint16) == want.view(np.uint16)).all()
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("offset, once", [(0.0, 0), (1.0, 1), (1.0, 0), (0.0, 1)])
 @pytest.mark.parametrize("rows, cols, scale", [(128, 256, 3.0), (1, 576, 3.0), (8, 48, 3.0), (8, 64, 0.003)])
 def test_rms_norm(rows: int, cols: int, scale: float, offset: float, once: int) -> None:
@@ -207,6 +208,7 @@ def token_table(position: int, head_dim: int) -> np.ndarray:
     return table
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("norm", [None, *NORMS], ids=["plain", "norm", "norm once"])
 @pytest.mark.parametrize(
     "rows, heads, head_dim, out",
