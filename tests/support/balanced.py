@@ -18,18 +18,23 @@ _KERNELS = ("amx", "avx512bf16", "avx2", "portable", "neon")
 
 _USUAL = {
     "tests/npu/test_lanes.py": 90,
+    "tests/kernels/test_families.py": 80,
     "tests/pipeline/test_dag.py": 70,
     "tests/npu/test_selftest.py": 65,
     "tests/security/test_hostile_files.py": 60,
     "tests/npu/test_npu2_sim.py": 60,
     "tests/npu/test_xrt.py": 60,
     "tests/pipeline/test_streams.py": 50,
+    "tests/npu/test_sim_kernels.py": 45,
     "tests/npu/test_npu2_build.py": 40,
+    "tests/npu/test_air_modules.py": 40,
+    "tests/unit/test_importers.py": 40,
     "tests/kernels/test_logits.py": 35,
     "tests/unit/test_weights.py": 30,
     "tests/security/test_bad_inputs.py": 30,
     "tests/security/test_fuzz.py": 30,
     "tests/npu/test_estimate.py": 30,
+    "tests/kernels/test_descriptions.py": 25,
 }
 """Seconds of the longest units. Others take about `_SECONDS_A_TEST`."""
 _SECONDS_A_TEST = 0.15
