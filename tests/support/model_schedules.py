@@ -1,0 +1,112 @@
+"""Random schedules of sequences on a built model, each held against the sequence alone, to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from llama_npu2 import Llama
+from llama_npu2.artifact.plan import BLOCK_POSITIONS
+from llama_npu2.engine.batch.scheduler import Scheduler
+from llama_npu2.engine.batch.sequence import Counts
+from llama_npu2.engine.generation import Generation
+from tests.support.schedules import all_back, prompts, run
+
+
+class Reply:
+    """A reply with the logits of each of its tokens."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation, self.ids = generation, generation.ids
+        self.rows: list[np.ndarray] = []
+        self.errors: list[Exception | None] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.generation.finished
+
+    def start(self, processed: int) -> None:
+        pass
+
+    def take(self, logits: np.ndarray) -> None:
+        self.rows.append(logits.copy())
+        self.generation.take(logits)
+
+    def end(self, error: Exception | None) -> None:
+        self.errors.append(error)
+
+
+class Fewer:
+    """Steps with fewer blocks, so that they run out."""
+
+    def __init__(self, steps: Any, blocks: int) -> None:
+        self.steps, self.blocks = steps, blocks
+        self.step, self.copy_blocks = steps.step, steps.copy_blocks
+        self.read_block, self.write_block = steps.read_block, steps.write_block
+
+
+def options(llm: Llama, draw: random.Random, number: int) -> dict[str, Any]:
+    """What is asked of a reply, which no end token ends early; some end at a stop text."""
+    ordinary = draw.randrange(llm.manifest.model["vocab"])
+    return {
+        "max_tokens": draw.randint(1, 24),
+        "number": number,
+        "seed": draw.randrange(100),
+        "logprobs": draw.choice([None, 2]),
+        "temperature": draw.choice([0.0, 0.0, 1.5]),
+        "repetition_penalty": draw.choice([1.0, 1.0, 1.2]),
+        "presence_penalty": draw.choice([0.0, 0.0, 0.5]),
+        "frequency_penalty": draw.choice([0.0, 0.0, 0.2]),
+        "logit_bias": dict.fromkeys(llm.eos, -100.0) | draw.choice([{}, {ordinary: 3.0}]),
+        "stop": (draw.choice("aeint"),) if draw.random() < 0.1 else (),
+    }
+
+
+def alone(llm: Llama, prompt: list[int], asked: dict[str, Any], rows: int) -> Reply:
+    """The reply of one sequence without drafts; so many tokens of it."""
+    reply = Reply(llm._asked(prompt, **asked))
+    llm.reset()
+    while not reply.finished and len(reply.rows) < rows:
+        reply.take(llm._logits_after(reply.ids))
+    return reply
+
+
+def schedule(
+    llm: Llama,
+    seed: int,
+    most: int = 8,
+    longest: int = 400,
+    blocks: Sequence[int] = (5, 8, 16),
+    scheduler: Callable[..., Scheduler] = Scheduler,
+) -> Counts:
+    """Run a random schedule on a model, and check each sequence against itself alone.
+
+    Args:
+        llm: the model.
+        seed: which schedule.
+        most: sequences.
+        longest: prompt.
+        blocks: how many blocks there may be.
+        scheduler: makes the scheduler, as its class does.
+    """
+    draw = random.Random(seed)
+    within = [count for count in blocks if count <= llm.steps.blocks] or [llm.steps.blocks]
+    asked = [
+        (prompt, options(llm, draw, number))
+        for number, prompt in enumerate(prompts(draw, draw.randint(2, most), llm.manifest.model["vocab"], longest))
+    ]
+    steps, rows = Fewer(llm.steps, draw.choice(within)), draw.choice([9, 64, 300])
+    work = scheduler(steps, BLOCK_POSITIONS, rows, llm.context_length, draw.random() < 0.7)
+    replies = [Reply(llm._asked(prompt, **each)) for prompt, each in asked]
+    cancelled = run(draw, work, replies)
+    all_back(work)
+    for number, ((prompt, each), reply) in enumerate(zip(asked, replies, strict=True)):
+        expected = alone(llm, prompt, each, len(reply.rows))
+        assert reply.ids == expected.ids and all(map(np.array_equal, reply.rows, expected.rows)), number
+        assert number in cancelled or (reply.finished and reply.errors == [None])
+        assert expected.generation.completion.logprobs == reply.generation.completion.logprobs
+        assert expected.generation.completion.stats.finish_reason == reply.generation.completion.stats.finish_reason
+    return work.cache.counts
