@@ -117,7 +117,7 @@ def test_prompts_may_part_at_every_position_of_a_block(models: Models, weights: 
             work.add(reply)
         drain(work)
         copies += work.cache.counts.copies
-        all_back(work)
+        all_back(work.cache)
         for text, reply in zip(texts, replies, strict=True):
             expected = alone(llm, text, {"max_tokens": 2}, len(reply.rows))
             assert reply.ids == expected.ids and all(map(np.array_equal, reply.rows, expected.rows)), split

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llama_npu2.engine.batch import lookup, pool, prefix_tree, scheduler, sequence
+from llama_npu2.engine.batch import pool, prefix_tree, scheduler, sequence
+from llama_npu2.engine.batch.drafts import Drafts, Wanted
+from llama_npu2.engine.batch.gain import LONGEST
 from llama_npu2.engine.batch.lookup import Lookup
 from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.batch.pool import BlockPool
 from llama_npu2.engine.batch.prefix_tree import PrefixTree
 from llama_npu2.engine.batch.scheduler import Scheduler
 from llama_npu2.engine.batch.sequence import Counts, Sequence
+from llama_npu2.engine.batch.small_model import Asked, SmallModel
 from llama_npu2.errors import UserError
 from tests.support.hashed_steps import POSITIONS, VOCAB, HashedSteps, logits_after
 from tests.support.schedules import all_back, drain, prompts, run, total
@@ -63,9 +66,18 @@ class Drawn:
         return other
 
 
+def clock_of(seconds: float) -> Callable[[], float]:
+    """A clock in which that much time passes from call to call."""
+    return (seconds * tick for tick in range(10**9)).__next__
+
+
+def small_model(blocks: int, clock: Callable[[], float]) -> SmallModel:
+    return SmallModel(HashedSteps(blocks), POSITIONS, 24, CONTEXT - 9, VOCAB, 1, clock)
+
+
 def scheduled(steps: HashedSteps, **options: Any) -> Scheduler:
-    clock = iter(range(10**9)).__next__
-    return Scheduler(steps, POSITIONS, **{"rows": 12, "context": CONTEXT, "least_shared": 1, "clock": clock} | options)
+    usual = {"rows": 12, "context": CONTEXT, "least_shared": 1, "clock": clock_of(1)}
+    return Scheduler(steps, POSITIONS, **usual | options)
 
 
 def checked(replies: list[Drawn], cancelled: set[int]) -> None:
@@ -82,13 +94,17 @@ def schedule(seed: int) -> Counts:
     """Run a random schedule of 2 to 12 sequences, and check each against itself alone."""
     draw = random.Random(seed)
     steps = HashedSteps(draw.choice([13, 16, 24, 80]))
-    work = scheduled(steps, rows=draw.choice([3, 7, 12, 40]), speculate=draw.random() < 0.7)
+    model = small_model(draw.choice([13, 30, 90]), clock_of(1)) if draw.random() < 0.5 else None
+    work = scheduled(steps, rows=draw.choice([3, 7, 12, 40]), speculate=draw.random() < 0.7, model=model)
     asked = prompts(draw, draw.randint(2, 12), VOCAB, 60)
     replies = [Drawn(prompt, seed * 100 + at, draw.randint(1, 30)) for at, prompt in enumerate(asked)]
     cancelled = run(draw, work, replies)
     checked(replies, cancelled)
     assert max(steps.rows) <= work._rows
-    all_back(work)
+    all_back(work.cache)
+    if model:
+        assert not model._texts
+        all_back(model.cache)
     return work.cache.counts
 
 
@@ -242,7 +258,7 @@ def test_a_cancelled_prompt_leaves_its_blocks_to_others(after: int) -> None:
     work.add(reply)
     drain(work)
     checked([reply], set())
-    all_back(work)
+    all_back(work.cache)
 
 
 def test_pinned_beginnings_stay() -> None:
@@ -259,7 +275,7 @@ def test_pinned_beginnings_stay() -> None:
     drain(work)
     assert again.processed == [1]
     work.cache.tree.pin(prompt, -1)
-    all_back(work)
+    all_back(work.cache)
 
 
 def test_a_text_without_room_beside_pinned_ones_is_refused_and_others_go_on() -> None:
@@ -307,32 +323,81 @@ def test_drafts_save_steps_where_a_text_repeats_itself() -> None:
     assert 3 * steps_of(True) < steps_of(False)
 
 
-def drafts_of(seconds_a_row: float, accepted: int) -> int:
-    """How many drafts are made for 400 tokens if a step of a row takes a second and `accepted` tokens come true."""
+def drafts_of(seconds_a_row: float, accepted: int, model: SmallModel | None = None) -> int:
+    """How many drafts are made for 400 tokens if a step of a row takes a second and `accepted` tokens come true.
+
+    Without a model the text repeats itself, so that they are looked up.
+    """
     pace, ids = Pace(), [1, 2, 3] * 4
     for rows in range(1, 12):
         pace.note(rows, rows, 1 + seconds_a_row * (rows - 1))
-    drafts, drafted = Lookup(pace), 0
-    for _ in range(400):
-        if found := drafts.draft(ids, 1, lookup._LONGEST):
-            drafts.note(len(found), min(accepted, len(found)))
+    drafts, drafted = Drafts(pace, model), 0
+    for at in range(400):
+        if found := drafts.draft([Wanted("text", ids, LONGEST)], LONGEST)[0]:
+            drafts.note("text", len(found), min(accepted, len(found)))
             drafted += 1
-        ids += [len(ids) % 3 + 1]
+        ids += [at if model else len(ids) % 3 + 1]
     return drafted
 
 
 def test_drafts_end_where_they_do_not_pay() -> None:
-    assert drafts_of(0.01, lookup._LONGEST) == drafts_of(0.5, lookup._LONGEST) == 400
+    assert drafts_of(0.01, LONGEST) == drafts_of(0.5, LONGEST) == 400
     assert 0 < drafts_of(0.6, 0) < drafts_of(0.01, 0) < 20
-    assert drafts_of(3.0, lookup._LONGEST) < 10
+    assert drafts_of(3.0, LONGEST) < 10
+
+
+class Agreeing(HashedSteps):
+    """A model that processes nothing: its next token is always the same."""
+
+    def step(self, runs: Any) -> np.ndarray:
+        self.rows.append(sum(len(run.tokens) for run in runs))
+        return np.tile(np.eye(1, VOCAB, 5, dtype=np.float32), (sum(run.logits for run in runs), 1))
+
+
+def agreeing(seconds: float) -> SmallModel:
+    return SmallModel(Agreeing(90), POSITIONS, 24, 1000, VOCAB, 1, clock_of(seconds))
+
+
+def test_a_small_models_own_time_is_part_of_what_its_drafts_cost() -> None:
+    """A token of a draft takes it 0.1 s, or nearly as long as a token of the model that the drafts are for."""
+    assert drafts_of(0.01, LONGEST, agreeing(0.1)) > 380
+    assert drafts_of(0.01, LONGEST, agreeing(0.9)) < 10
+    assert drafts_of(0.01, 0, agreeing(0.1)) < 20
+
+
+def test_a_small_model_reads_a_text_once_the_reply_has_taken_as_long() -> None:
+    model, pace = agreeing(20.0), Pace()
+    pace.note(1, 1, 1.0)
+    model.draft([Asked("another", [*range(24)], 1)])  # 20 s for 24 rows
+    ids, drafts, steps = [*range(48)], Drafts(pace, model), model._steps.rows
+    while len(steps) == 1 and len(ids) < 500:
+        drafts.draft([Wanted("text", ids, 4)], 8)
+        ids.append(len(ids))
+    assert model.behind("another", ids) > 0 and len(ids) == 48 + 241
+
+
+def test_a_small_model_drafts_what_it_finds_most_likely_after_any_rejection() -> None:
+    model, draw = small_model(90, clock_of(1)), random.Random(3)
+    texts = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))] for _ in range(5)]
+    for _ in range(12):
+        drafts = model.draft([Asked(number, text, 4) for number, text in enumerate(texts)])
+        for text, made in zip(texts, drafts, strict=True):
+            expected = list(text)
+            for token in made:
+                assert token == int(np.argmax(logits_after(expected)))
+                expected.append(token)
+            text += made[: draw.randint(0, len(made))]
+            text.append(draw.randrange(VOCAB))
+        assert sum(map(bool, drafts)) > 2
+    for number in range(5):
+        model.release(number)
+    all_back(model.cache)
 
 
 def test_a_draft_is_what_followed_the_longest_and_latest_match() -> None:
-    drafts = Lookup(Pace())
-    drafts.note(4, 4)
-    assert drafts.draft([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], 1, 3) == [9, 7, 2]
-    assert Lookup(Pace()).draft([5, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], 1, 8) == [8, 1]
-    assert Lookup(Pace()).draft([1, 2, 3, 4, 5], 1, 8) == []
+    assert Lookup().find([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3]) == [9, 7, 2, 3, 8, 1, 2, 3]
+    assert Lookup().find([5, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3]) == [8, 1, 2, 3]
+    assert Lookup().find([1, 2, 3, 4, 5]) == []
 
 
 def test_a_block_is_not_freed_twice() -> None:

@@ -102,7 +102,7 @@ def schedule(
     work = scheduler(steps, BLOCK_POSITIONS, rows, llm.context_length, draw.random() < 0.7)
     replies = [Reply(llm._asked(prompt, **each)) for prompt, each in asked]
     cancelled = run(draw, work, replies)
-    all_back(work)
+    all_back(work.cache)
     for number, ((prompt, each), reply) in enumerate(zip(asked, replies, strict=True)):
         expected = alone(llm, prompt, each, len(reply.rows))
         assert reply.ids == expected.ids and all(map(np.array_equal, reply.rows, expected.rows)), number

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from llama_npu2.engine.batch.scheduler import Scheduler
-from llama_npu2.engine.batch.sequence import Counts, Growing
+from llama_npu2.engine.batch.sequence import Cache, Counts, Growing
 
 
 def prompts(draw: random.Random, count: int, vocab: int, longest: int) -> list[list[int]]:
@@ -46,11 +46,11 @@ def drain(work: Scheduler, most: int = 4000) -> None:
     assert not work.busy, "sequences never end"
 
 
-def all_back(work: Scheduler) -> None:
+def all_back(cache: Cache) -> None:
     """Check that every block is free once the tree has forgotten all."""
-    while work.cache.tree.evict():
+    while cache.tree.evict():
         pass
-    assert work.cache.pool.free == work.cache.pool.count
+    assert cache.pool.free == cache.pool.count
 
 
 def total(schedule: Callable[[int], Counts], seeds: range) -> Counts:

@@ -26,6 +26,10 @@ class Pace:
         """Return how long a step of `rows` rows takes, all with logits; None if there was none yet."""
         return self._steps.get(rows)
 
+    def seconds_of(self, rows: int) -> float:
+        """Return about how long so many rows of a prompt take; 0 if that is not known yet."""
+        return rows * self._row
+
     def rows_within(self, seconds: float) -> int:
         """Return about how many rows of prompts are processed in that time; 0 if that is not known yet."""
         return int(seconds / self._row) if self._row else 0

@@ -10,9 +10,10 @@ from itertools import count
 
 import numpy as np
 
-from llama_npu2.engine.batch.lookup import Lookup
+from llama_npu2.engine.batch.drafts import Drafts, Wanted
 from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.batch.sequence import Cache, Growing, Sequence
+from llama_npu2.engine.batch.small_model import SmallModel
 from llama_npu2.engine.step import Run, Steps
 from llama_npu2.errors import UserError
 
@@ -55,6 +56,7 @@ class Scheduler:
         speculate: bool = True,
         least_shared: int = 8,
         clock: Callable[[], float] = time.perf_counter,
+        model: SmallModel | None = None,
     ) -> None:
         """Make a scheduler without sequences.
 
@@ -66,13 +68,14 @@ class Scheduler:
             speculate: whether to draft tokens.
             least_shared: how many tokens of a block must be shared for it to be worth a copy.
             clock: seconds, to measure steps by.
+            model: drafts what is not found in a text itself.
         """
-        self._steps, self._rows, self._context = steps, rows, context
-        self._speculate, self._clock = speculate, clock
+        self._steps, self._rows, self._context, self._clock = steps, rows, context, clock
         self.cache = Cache(steps, positions, least_shared)
         self._waiting: deque[Sequence] = deque()
         self._running: deque[Sequence] = deque()
         self._numbers, self._pace = count(), Pace()
+        self._drafts = Drafts(self._pace, model) if speculate else None
 
     @property
     def busy(self) -> bool:
@@ -81,8 +84,7 @@ class Scheduler:
 
     def add(self, growing: Growing) -> Sequence:
         """Add a sequence, whose turn comes when there are blocks for it."""
-        lookup = Lookup(self._pace) if self._speculate else None
-        sequence = Sequence(growing, len(growing.ids), next(self._numbers), lookup)
+        sequence = Sequence(growing.ids, growing, next(self._numbers))
         self._waiting.append(sequence)
         return sequence
 
@@ -92,6 +94,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
                 self.cache.give_up(sequence)
+                self._forget(sequence)
 
     def step(self) -> None:
         """Process rows of the sequences that run, and give each the logits after its last token."""
@@ -186,21 +189,21 @@ class Scheduler:
         self._running.remove(victim)
         self._waiting.appendleft(victim)
         self.cache.give_up(victim)
+        if self._drafts:
+            self._drafts.release(victim)
         self.cache.counts.swaps += 1
         return victim is not wanting
 
     def _draft(self, plan: list[Planned]) -> None:
         """Add drafts to the tokens of replies, as far as blocks are at hand."""
-        rows = len(plan)
-        for planned in plan:
-            sequence = planned.sequence
-            if sequence.lookup is None or not planned.completes:
-                continue
-            most = min(self._rows - rows, self._context - len(sequence.ids))
-            drafts = sequence.lookup.draft(sequence.ids, rows, most)
-            if self.cache.reach(sequence, 1 + len(drafts)):
+        replies = [planned for planned in plan if planned.completes]
+        if not self._drafts or not replies:
+            return
+        texts = [planned.sequence for planned in replies]
+        wanted = [Wanted(text, text.ids, self._context - len(text.ids)) for text in texts]
+        for planned, drafts in zip(replies, self._drafts.draft(wanted, self._rows - len(plan)), strict=True):
+            if drafts and self.cache.reach(planned.sequence, 1 + len(drafts)):
                 planned.drafts = drafts
-                rows += len(drafts)
 
     def _advance(self, planned: Planned, logits: np.ndarray) -> None:
         """Note that a sequence's rows are processed; give it the logits, as far as its drafts are what it chooses."""
@@ -230,8 +233,8 @@ class Scheduler:
                 break
             sequence.done += 1
             accepted += 1
-        if drafts and sequence.lookup:
-            sequence.lookup.note(len(drafts), accepted)
+        if drafts and self._drafts:
+            self._drafts.note(sequence, len(drafts), accepted)
         self.cache.counts.drafted += len(drafts)
         self.cache.counts.rejected += len(drafts) - accepted
 
@@ -240,7 +243,12 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         self.cache.give_up(sequence, remember=error is None)
+        self._forget(sequence)
         sequence.growing.end(error)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self._drafts:
+            self._drafts.forget(sequence)
 
     def sequences(self) -> Iterator[Sequence]:
         """Yield the sequences that run and those that wait."""

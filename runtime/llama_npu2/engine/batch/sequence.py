@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 
-from llama_npu2.engine.batch.lookup import Lookup
 from llama_npu2.engine.batch.pool import BlockPool
 from llama_npu2.engine.batch.prefix_tree import PrefixTree
 from llama_npu2.engine.step import Steps
@@ -35,30 +34,33 @@ class Growing(Protocol):
 
 
 @dataclass(eq=False)
-class Sequence:
+class Held:
     """Tokens, and the blocks that hold K and V of the first `done` of them."""
 
-    growing: Growing
-    prompt: int
-    """Number of tokens of the prompt."""
-    order: int
-    """Which of all sequences, by arrival. The latest one is swapped out first."""
-    lookup: Lookup | None = None
-    """What drafts tokens for it; None for no speculation."""
-    done: int = 0
-    table: list[int] = field(default_factory=list)
-    processed: int = 0
-    """Tokens that were processed; again counts again."""
-
-    @property
-    def ids(self) -> list[int]:
-        """All tokens."""
-        return self.growing.ids
+    ids: list[int]
+    """All tokens. Others append to the list."""
+    done: int = field(default=0, kw_only=True)
+    table: list[int] = field(default_factory=list, kw_only=True)
 
     @property
     def pending(self) -> int:
         """Tokens that are not processed: one between two tokens of a reply, more for a prompt."""
         return len(self.ids) - self.done
+
+
+@dataclass(eq=False)
+class Sequence(Held):
+    """A text that grows by what its logits go to."""
+
+    growing: Growing
+    order: int
+    """Which of all sequences, by arrival. The latest one is swapped out first."""
+    processed: int = 0
+    """Tokens that were processed; again counts again."""
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.ids)
+        """Number of tokens of the prompt."""
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Cache:
         self.tree = PrefixTree(self.pool, positions, least)
         self.counts = Counts()
 
-    def reuse(self, sequence: Sequence) -> None:
+    def reuse(self, sequence: Held) -> None:
         """Take blocks that hold more of a sequence's tokens than are done. Its last token is always left to process."""
         table, matched = self.tree.match(sequence.ids[:-1])
         if matched <= sequence.done:
@@ -100,7 +102,7 @@ class Cache:
         sequence.table, sequence.done = table, matched
         self.counts.shared += len(table)
 
-    def own_last(self, sequence: Sequence) -> None:
+    def own_last(self, sequence: Held) -> None:
         """See to it that the block of the next position, if it is partly filled, may be written.
 
         Without room for a copy the tokens in it have to be processed again.
@@ -118,7 +120,7 @@ class Cache:
         self.pool.release(table[at])
         table[at] = block
 
-    def reach(self, sequence: Sequence, rows: int) -> bool:
+    def reach(self, sequence: Held, rows: int) -> bool:
         """Extend a sequence's table to the next `rows` positions. False if there are no blocks for all of them."""
         while len(sequence.table) < self.blocks_of(sequence.done + rows):
             if (block := self.take()) is None:
@@ -126,19 +128,19 @@ class Cache:
             sequence.table.append(block)
         return True
 
-    def remember(self, sequence: Sequence, partly: bool = False) -> None:
+    def remember(self, sequence: Held, partly: bool = False) -> None:
         """Put a sequence's full blocks into the tree; `partly`: the last one even if it is not full."""
         end = sequence.done if partly else sequence.done - sequence.done % self.positions
         self.tree.insert(sequence.ids[:end], sequence.table)
 
-    def give_up(self, sequence: Sequence, remember: bool = True) -> None:
+    def give_up(self, sequence: Held, remember: bool = True) -> None:
         """Take a sequence's blocks from it. What they hold stays in the tree until others need the room."""
         if remember:
             self.remember(sequence, partly=True)
         self.drop(sequence.table)
         sequence.table, sequence.done = [], 0
 
-    def held(self, sequence: Sequence) -> list[int]:
+    def held(self, sequence: Held) -> list[int]:
         """Return the blocks that `reuse` would take."""
         return self.tree.held(sequence.ids[:-1])
 
