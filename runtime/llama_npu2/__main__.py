@@ -222,7 +222,7 @@ def open_model(options: argparse.Namespace, running: Running, chats: bool) -> Ll
     template = ChatTemplate.open(manifest.storage, renderer) if chats else None
     from llama_npu2.engine.llama import Llama
 
-    llm = Llama(manifest, running.threads, running.second_copy)
+    llm = Llama(manifest, running.threads, running.second_copy, draft=running.draft)
     if chats:
         llm.chat_template = template
     return llm

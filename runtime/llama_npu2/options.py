@@ -267,6 +267,12 @@ class Running(Checked):
         metavar="NUMBERS",
         examples=("1,2,4,8",),
     )
+    draft: str = option(
+        "",
+        "let the small model of these artifacts draft tokens for this one to check, which changes none; on the CPU",
+        *_REPLIES,
+        metavar=DIRECTORY,
+    )
     second_copy: bool = option(
         False,
         "on the NPU, keep a second copy of the weights as prompts take them: sooner first tokens for more memory",

@@ -6,7 +6,7 @@ Twenty schedules of short prompts run by default, 500 of prompts up to 1,500 tok
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from tests.kernels.test_families import FAMILIES, write
 from tests.support.model_schedules import Reply, alone, schedule
 from tests.support.schedules import all_back, drain, total
 
-USUAL = (("bf16", "bf16"), ("int4", "int8"), ("w8a8", "bf16"))
+Format = tuple[str, str]
+"""Of weights and of the KV cache."""
+USUAL: Sequence[Format] = (("bf16", "bf16"), ("int4", "int8"), ("w8a8", "bf16"))
 """Formats of weights and of the KV cache that other tests build, too."""
 ROOM = 1 << 24
 """Bytes of a KV cache with more blocks than a context of the demo has."""
@@ -38,16 +40,22 @@ class Models:
 
     def __init__(self, artifacts: Path, closed: ExitStack) -> None:
         self._artifacts, self._closed = artifacts, closed
-        self._built: dict[tuple[str, str], Path] = {}
-        self._open: dict[tuple[str, str, int], Llama] = {}
+        self._built: dict[Format, Path] = {}
+        self._open: dict[tuple[Format, int, Format | None], Llama] = {}
 
-    def of(self, weights: str, kv: str, threads: int) -> Llama:
-        if (weights, kv) not in self._built:
-            self._built[weights, kv] = build("demo", self._artifacts, weights=weights, kv=kv)
-        if (key := (weights, kv, threads)) not in self._open:
-            model = load(self._built[weights, kv], threads, kv_memory=ROOM)
+    def of(self, form: Format, threads: int, draft: Format | None = None) -> Llama:
+        """`draft`: the format in which the demo drafts for itself."""
+        if (key := (form, threads, draft)) not in self._open:
+            small = self._directory(draft) if draft else ""
+            model = load(self._directory(form), threads, kv_memory=ROOM * (2 if draft else 1), draft=small)
             self._open[key] = self._closed.enter_context(closing(model))
         return self._open[key]
+
+    def _directory(self, form: Format) -> Path:
+        if form not in self._built:
+            weights, kv = form
+            self._built[form] = build("demo", self._artifacts, weights=weights, kv=kv)
+        return self._built[form]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,8 @@ def check_counted(counts: Counts) -> None:
 
 
 def usual(models: Models, seed: int) -> Counts:
-    model = models.of(*USUAL[seed % len(USUAL)], 1 + seed % 4)
+    """Every other schedule has a small model that drafts: the demo in int4."""
+    model = models.of(USUAL[seed % len(USUAL)], 1 + seed % 4, USUAL[1] if seed % 2 else None)
     return schedule(model, seed, most=12, blocks=(5, 8, 16, 40))
 
 
@@ -79,7 +88,7 @@ def test_five_hundred_schedules_change_no_bit(models: Models, part: int) -> None
 
     def one(seed: int) -> Counts:
         draw = random.Random(seed)
-        model = models.of(*draw.choice(formats), draw.randint(1, 4))
+        model = models.of(draw.choice(formats), draw.randint(1, 4), draw.choice([None, USUAL[1]]))
         return schedule(model, seed, 12, draw.choice([60, 400, 1500, 1500]), (13, 16, 24, 64))
 
     check_counted(total(one, range(2000 + 25 * part, 2025 + 25 * part)))
@@ -102,7 +111,7 @@ def check_built(directory: Path, threads: int, seeds: range) -> None:
 @pytest.mark.parametrize(("weights", "kv"), [USUAL[0], pytest.param(*USUAL[1], marks=pytest.mark.thorough)])
 def test_prompts_may_part_at_every_position_of_a_block(models: Models, weights: str, kv: str) -> None:
     """Two prompts that part there run after one another and together; a third one begins with all of the first."""
-    llm, draw = models.of(weights, kv, 2), random.Random(1)
+    llm, draw = models.of((weights, kv), 2), random.Random(1)
     vocab = llm.manifest.model["vocab"]
     base = [draw.randrange(vocab) for _ in range(2 * BLOCK_POSITIONS)]
     copies = 0

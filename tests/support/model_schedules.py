@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,11 @@ class Fewer:
         self.read_block, self.write_block = steps.read_block, steps.write_block
 
 
-def options(llm: Llama, draw: random.Random, number: int) -> dict[str, Any]:
+def options(llm: Llama, draw: random.Random, number: int, longest: int) -> dict[str, Any]:
     """What is asked of a reply, which no end token ends early; some end at a stop text."""
     ordinary = draw.randrange(llm.manifest.model["vocab"])
     return {
-        "max_tokens": draw.randint(1, 24),
+        "max_tokens": draw.randint(1, longest),
         "number": number,
         "seed": draw.randrange(100),
         "logprobs": draw.choice([None, 2]),
@@ -66,7 +66,7 @@ def options(llm: Llama, draw: random.Random, number: int) -> dict[str, Any]:
 
 
 def alone(llm: Llama, prompt: list[int], asked: dict[str, Any], rows: int) -> Reply:
-    """The reply of one sequence without drafts; so many tokens of it."""
+    """The reply of one sequence without drafts, of so many tokens."""
     reply = Reply(llm._asked(prompt, **asked))
     llm.reset()
     while not reply.finished and len(reply.rows) < rows:
@@ -80,7 +80,6 @@ def schedule(
     most: int = 8,
     longest: int = 400,
     blocks: Sequence[int] = (5, 8, 16),
-    scheduler: Callable[..., Scheduler] = Scheduler,
 ) -> Counts:
     """Run a random schedule on a model, and check each sequence against itself alone.
 
@@ -90,19 +89,26 @@ def schedule(
         most: sequences.
         longest: prompt.
         blocks: how many blocks there may be.
-        scheduler: makes the scheduler, as its class does.
     """
     draw = random.Random(seed)
-    within = [count for count in blocks if count <= llm.steps.blocks] or [llm.steps.blocks]
+    texts = prompts(draw, draw.randint(2, most), llm.manifest.model["vocab"], longest)
+    tight = draw.random() < 0.3  # replies grow until blocks run out
     asked = [
-        (prompt, options(llm, draw, number))
-        for number, prompt in enumerate(prompts(draw, draw.randint(2, most), llm.manifest.model["vocab"], longest))
+        (prompt, options(llm, draw, number, 2 * BLOCK_POSITIONS if tight and number < 3 else 24))
+        for number, prompt in enumerate(texts)
     ]
-    steps, rows = Fewer(llm.steps, draw.choice(within)), draw.choice([9, 64, 300])
-    work = scheduler(steps, BLOCK_POSITIONS, rows, llm.context_length, draw.random() < 0.7)
+    needed = 1 + max((len(prompt) + each["max_tokens"]) // BLOCK_POSITIONS for prompt, each in asked)
+    usable = [count for count in blocks if needed <= count <= llm.steps.blocks]
+    steps = Fewer(llm.steps, needed if tight or not usable else draw.choice(usable))
+    rows = draw.choice([9, 64, 300])
+    small = llm._drafting.model if llm._drafting else None
+    work = Scheduler(steps, BLOCK_POSITIONS, rows, llm.context_length, draw.random() < 0.7, model=small)
     replies = [Reply(llm._asked(prompt, **each)) for prompt, each in asked]
     cancelled = run(draw, work, replies)
     all_back(work.cache)
+    if small:
+        assert not small._texts
+        all_back(small.cache)
     for number, ((prompt, each), reply) in enumerate(zip(asked, replies, strict=True)):
         expected = alone(llm, prompt, each, len(reply.rows))
         assert reply.ids == expected.ids and all(map(np.array_equal, reply.rows, expected.rows)), number

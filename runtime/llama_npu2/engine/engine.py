@@ -41,7 +41,7 @@ class Engine:
         manifest, unpacking = manifest.with_second_copy() if second_copy else (manifest, [])
         self.manifest, self.second_copy = manifest, second_copy
         self.device: Any = open_device(manifest, threads)
-        blocks = blocks_within(manifest, kv_memory) if kv_memory else 0
+        blocks = blocks_within(kv_memory, manifest) if kv_memory else 0
         self.memory = Memory(manifest, self.device, blocks=blocks)
         self._programs = load_programs(manifest, self.device)
         self.calls = bind_plans(manifest, self._programs, self.memory)
@@ -63,6 +63,7 @@ class Engine:
         self._cached: list[int] = []
         """The tokens whose K and V the KV cache holds."""
         self._timed = Timer()
+        self._traced = False
 
     @property
     def description(self) -> str:
@@ -122,11 +123,11 @@ class Engine:
         """
         untraced, (memory, calls) = (self._phases, self.calls), self.unaliased
         traced = traced_phases(self.manifest, self.device, memory, calls, watch)
-        self._phases, self.calls = dict(traced), calls
+        self._phases, self.calls, self._traced = dict(traced), calls, True
         try:
             yield
         finally:
-            self._phases, self.calls = untraced
+            (self._phases, self.calls), self._traced = untraced, False
             for phase in traced.values():
                 phase.suspend()
 

@@ -16,10 +16,15 @@ import numpy as np
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import BLOCK_POSITIONS
 from llama_npu2.engine import retrieval
+from llama_npu2.engine.batch.drafts import Drafts, Wanted
+from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.completion import Completion, Logprob, Reply, Stats
 from llama_npu2.engine.contexts import read_context, write_context
+from llama_npu2.engine.drafting import Drafting, check_drafts, kv_memory_beside
 from llama_npu2.engine.engine import Engine
 from llama_npu2.engine.generation import Asked, Generation
+from llama_npu2.engine.memory import cache_blocks
+from llama_npu2.engine.step import Run
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
 from llama_npu2.text.chat_template import REASONING, ChatTemplate, texts_of
@@ -35,7 +40,13 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text, messages, or token ids. A message has `role` and `content` (a text, or parts of text), or `tool_calls`."""
 
 
-def load(artifact_dir: str | Path, threads: int = 0, second_copy: bool = False, kv_memory: int = 0) -> Llama:
+def load(
+    artifact_dir: str | Path,
+    threads: int = 0,
+    second_copy: bool = False,
+    kv_memory: int = 0,
+    draft: str | Path = "",
+) -> Llama:
     """Open an artifact directory, or a file of `doit export`.
 
     Args:
@@ -44,22 +55,47 @@ def load(artifact_dir: str | Path, threads: int = 0, second_copy: bool = False, 
         second_copy: whether to keep a copy of the weights in the format in which an NPU multiplies prompts with them,
             instead of unpacking them for every prompt.
         kv_memory: the most bytes that K and V of all sequences may take, on the CPU; 0: as many as one sequence takes
-            that fills the context.
+            that fills the context. Those of `draft` are among them.
+        draft: artifacts of a small model with the same tokenizer, which drafts tokens for this one to check; on the
+            CPU. Drafts change no token.
 
     Raises:
         UserError: if it cannot be used.
     """
-    return Llama(Manifest.open(artifact_dir), threads, second_copy, kv_memory)
+    return Llama(Manifest.open(artifact_dir), threads, second_copy, kv_memory, draft)
 
 
 class Llama(Engine):
     """An engine with its tokenizer and chat template, which generates text. Not thread-safe."""
 
-    def __init__(self, manifest: Manifest, threads: int = 0, second_copy: bool = False, kv_memory: int = 0) -> None:
+    speculate: bool
+    """Whether `generate`, `chat` and `complete` draft tokens, where the device can check several at once."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        threads: int = 0,
+        second_copy: bool = False,
+        kv_memory: int = 0,
+        draft: str | Path = "",
+    ) -> None:
+        small = Manifest.open(draft) if draft else None
+        if small:
+            check_drafts(draft, small, manifest)
+            kv_memory = kv_memory_beside(kv_memory, small, manifest)
         super().__init__(manifest, threads, second_copy, kv_memory)
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
         self._serving: Serving | None = None
+        self._drafting = Drafting(small, self) if small else None
+        self.speculate, self._pace = bool(cache_blocks(manifest)), Pace()
+
+    @property
+    def description(self) -> str:
+        """The formats of weights and KV cache, the device, and what drafts."""
+        drafting = self._drafting
+        by = f", drafts by {drafting.engine.manifest.model['name']}" if drafting else ""
+        return f"{super().description}{by}"
 
     def __repr__(self) -> str:
         return f"<Llama {self.manifest.model['name']}: {self.description}, context of {self.context_length} tokens>"
@@ -283,9 +319,43 @@ class Llama(Engine):
         self.stats = stats = completion.stats
         stats.prompt_tokens, stats.reused_tokens = len(prompt.ids) - prompt.reused, prompt.reused
         yield from generation.take(prompt.logits)
-        while not generation.finished:
-            yield from generation.take(self._logits_after(generation.ids))
+        drafts = Drafts(self._pace, self._drafting.model if self._drafting else None) if self.speculate else None
+        try:
+            while not generation.finished:
+                yield from self._go_on(generation, drafts)
+        finally:
+            if drafts:
+                drafts.forget(generation)
         yield from generation.flush()
+
+    def _go_on(self, generation: Generation, drafts: Drafts | None) -> Iterator[Piece]:
+        """Yield the pieces of a reply's next token, and of those after it that were drafted."""
+        ids = generation.ids
+        # What is traced or profiled are the phases, in which tokens come one by one.
+        if not drafts or self._traced or self._timed.recorder or self._keep(ids) < len(ids) - 1:
+            yield from generation.take(self._logits_after(ids))
+            return
+        (drafted,) = drafts.draft([Wanted(generation, ids, self.context_length - len(ids))], self.steps.rows - 1)
+        started = time.perf_counter()
+        logits = self._drafts_checked(ids, drafted) if drafted else self._logits_after(ids)[None]
+        self._pace.note(len(logits), len(logits), time.perf_counter() - started)
+        accepted = 0
+        for row, token in zip(logits, [*drafted, None], strict=True):
+            yield from generation.take(row)
+            if generation.finished or ids[-1] != token:
+                break
+            self._cached.append(token)
+            accepted += 1
+        if drafted:
+            drafts.note(generation, len(drafted), accepted)
+
+    def _drafts_checked(self, ids: list[int], drafted: list[int]) -> np.ndarray:
+        """Append the last of `ids` to the context; return the logits after it and each draft, `[1 + drafts, vocab]`."""
+        position, count = len(ids) - 1, 1 + len(drafted)
+        table = range(-(-(position + count) // BLOCK_POSITIONS))
+        logits = self.steps.step([Run([ids[-1], *drafted], position, table, count)])
+        self._cached.append(ids[-1])
+        return logits
 
     def engine(self, *, speculate: bool = True) -> Serving:
         """Return an async engine, which generates many replies at once. Close it, or use it in a `with` block.
@@ -294,7 +364,8 @@ class Llama(Engine):
         tokens that it has alone. As long as the engine is open, only it can generate.
 
         Args:
-            speculate: whether to draft tokens by looking up what followed the last ones before. Drafts change no token.
+            speculate: whether to draft tokens, by looking up what followed the last ones before, or by the model that
+                `load(draft=)` names. Drafts change no token.
 
         Raises:
             UserError: if one is open already, or if the artifact's device holds one sequence alone.
@@ -305,7 +376,8 @@ class Llama(Engine):
 
         steps = self.steps
         self.reset()
-        work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, self.context_length, speculate)
+        model = self._drafting.model if self._drafting else None
+        work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, self.context_length, speculate, model=model)
         self._serving = Serving(work, self._asked, self._context_key, self._unserved)
         return self._serving
 
@@ -374,6 +446,8 @@ class Llama(Engine):
             self._serving.close()
         if template := self.__dict__.get("chat_template"):
             template.close()
+        if self._drafting:
+            self._drafting.close()
         super().close()
 
 

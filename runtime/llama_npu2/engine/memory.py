@@ -39,15 +39,19 @@ def cache_blocks(manifest: Manifest) -> dict[str, CacheBlocks]:
     return {name: CacheBlocks.of(manifest, name) for name, spec in manifest.buffers.items() if "row_positions" in spec}
 
 
-def blocks_within(manifest: Manifest, kv_memory: int) -> int:
-    """Return how many blocks of all caches fit in `kv_memory` bytes. Raises UserError if none does."""
-    caches = cache_blocks(manifest).values()
-    if not caches:
-        raise UserError(f"kv_memory={kv_memory}: the caches of {manifest.directory} are not in blocks: leave it out")
-    front, each = sum(at.front for at in caches), sum(at.each for at in caches)
-    if kv_memory < front + each:
-        raise UserError(f"kv_memory={kv_memory}: {BLOCK_POSITIONS} positions take {front + each} bytes: give more")
-    return (kv_memory - front) // each
+def blocks_within(kv_memory: int, *manifests: Manifest) -> int:
+    """Return how many blocks of all caches fit in `kv_memory` bytes, the same number for each of several models.
+
+    Raises UserError if none does.
+    """
+    for manifest in manifests:
+        if not cache_blocks(manifest):
+            where = manifest.directory
+            raise UserError(f"kv_memory={kv_memory}: the caches of {where} are not in blocks: leave it out")
+    front, block = (sum(memory_of_blocks(manifest, count) for manifest in manifests) for count in (0, 1))
+    if kv_memory < block:
+        raise UserError(f"kv_memory={kv_memory}: {BLOCK_POSITIONS} positions take {block} bytes: give more")
+    return (kv_memory - front) // (block - front)
 
 
 def memory_of_blocks(manifest: Manifest, blocks: int) -> int:
