@@ -299,6 +299,50 @@ def test_a_full_context_is_seen(terminals: Any, demo: Path, llm: Llama, tmp_path
     assert f"{turns + 1} turns, 1 of them" in talk.say("/stats", "max_tokens=5")
 
 
+def test_a_context_is_saved_and_loaded_with_its_conversation(
+    llm: Llama, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved, context = tmp_path / "talk.json", tmp_path / "talk.json.context"
+
+    def resumed() -> tuple[str, int]:
+        """The answer to a next message after /load, and how many tokens were reused for it."""
+        llm.generate([3] * 300, max_tokens=1).whole()
+        session = Session(llm, Sampling(max_tokens=20))
+        session.take(f"/load {saved}")
+        session.take("The capital of Spain is")
+        return session.conversation.turns[-1].answer, llm.stats.reused_tokens
+
+    session = Session(llm, Sampling(max_tokens=20))
+    session.take(f"/save {saved}")
+    assert not context.exists()  # nothing was processed
+    session.take("The capital of France is")
+    session.take(f"/save {saved}")
+    held = llm.position
+    assert f"the context of {held} tokens saved in {context}" in capfd.readouterr().err
+    assert stat.S_IMODE(context.stat().st_mode) == 0o600
+    session.take("/undo")
+    before = context.read_bytes()
+    session.take(f"/save {tmp_path / 'other.json'}")
+    assert not (tmp_path / "other.json.context").exists()  # the cache holds more than the conversation
+
+    answer, reused = resumed()
+    assert reused >= held - 1
+    assert f"the context of {held} tokens from" in capfd.readouterr().err
+    context.write_bytes(before[:-1])
+    assert resumed() == (answer, 0)
+    assert "the context is damaged: delete it and save it again; the conversation is processed again" in (
+        capfd.readouterr().err
+    )
+    context.write_text("mine")
+    with pytest.raises(UserError, match="is there and is no context: choose another name"):
+        session = Session(llm, Sampling(max_tokens=5))
+        session.take("Hello")
+        session.take(f"/save {saved}")
+    assert context.read_text() == "mine" and len(Conversation.load(saved).turns) == 1
+    context.unlink()
+    assert resumed() == (answer, 0)
+
+
 def test_an_answer_ends_where_the_context_does(llm: Llama, capfd: pytest.CaptureFixture[str]) -> None:
     session = Session(llm, Sampling(max_tokens=600, logit_bias=(endless(llm),)))
     session.take("The capital of France is Paris. " * 210)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -11,6 +12,7 @@ from typing import Any
 from llama_npu2.cli import terminal
 from llama_npu2.cli.conversation import Conversation, Turn
 from llama_npu2.engine.completion import Completion
+from llama_npu2.engine.contexts import is_context
 from llama_npu2.engine.llama import Llama
 from llama_npu2.errors import UserError, closest
 from llama_npu2.options import Sampling
@@ -23,8 +25,8 @@ HELP = {
     "/regenerate": "answer the last message again, by other random numbers",
     "/undo": "take the last message and its answer back",
     "/reset": "start over; the system prompt stays",
-    "/save FILE": "write the conversation as JSON",
-    "/load FILE": "go on with one that was written",
+    "/save FILE": "write the conversation as JSON, and what was processed of it to FILE.context",
+    "/load FILE": "go on with one that was written, at once where its context fits",
     "/reasoning": "what the model thought before its last answer",
     "/stats": "how full the context is, what was reused, how fast answers come",
     "/exit": "leave; so does end of input (Ctrl-D)",
@@ -209,15 +211,32 @@ class Session:
         say("a new conversation")
 
     def _save(self, name: str) -> None:
-        path = _path("save", name)
+        path, llm = _path("save", name), self.llm
+        context = _context_of(path)
+        keeps = bool(self.conversation.turns) and self.current and llm.holds_many
+        if keeps and os.path.lexists(context) and not is_context(context):
+            raise UserError(f"{context} is there and is no context: choose another name")
         self.conversation.save(path)
         say(f"{_turns(self.conversation)} saved in {path}")
+        if keeps:
+            tokens = llm.save_context(context)
+            say(f"the context of {tokens} tokens saved in {context} ({context.stat().st_size / 2**20:.0f} MiB)")
 
     def _load(self, name: str) -> None:
         path = _path("load", name)
         self.conversation, self.current = Conversation.load(path), False
         system = " and a system prompt" if self.conversation.system else ""
         say(f"{_turns(self.conversation)}{system} from {path}")
+        context = _context_of(path)
+        if not self.llm.holds_many or not os.path.lexists(context):
+            return
+        try:
+            tokens = self.llm.load_context(context)
+        except UserError as error:
+            say(f"note: {error}; the conversation is processed again")
+            return
+        self.current = True
+        say(f"the context of {tokens} tokens from {context}")
 
     def _stats(self, _: str) -> None:
         stats, said = self.llm.stats, self.conversation
@@ -244,6 +263,11 @@ def _path(command: str, name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError:
         raise UserError(f"{name}: there is no such user") from None
+
+
+def _context_of(path: Path) -> Path:
+    """Return the name of the file with what was processed of a saved conversation."""
+    return path.with_name(f"{path.name}.context")
 
 
 def say(text: str) -> None:

@@ -51,6 +51,16 @@ def write_context(path: Path, key: Mapping[str, Any], tokens: Sequence[int], blo
         raise UserError(f"{path}: the context cannot be saved: {reason(error)}: choose another place") from None
 
 
+def is_context(path: Path) -> bool:
+    """Return whether `write_context` made a file, by its beginning; False for one that cannot be read."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            beginning = json.dumps({"format": _MAGIC}).encode()[:-1]
+            return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(beginning)) == beginning
+    except OSError:
+        return False
+
+
 def read_context(
     path: Path, key: Mapping[str, Any], block_bytes: int, positions: int, most: int
 ) -> tuple[list[int], list[bytes]]:

@@ -92,12 +92,17 @@ class Engine:
         return self.memory.buffer(name)
 
     @cached_property
+    def holds_many(self) -> bool:
+        """Whether the device holds many sequences, so that there are `steps`."""
+        return bool(cache_blocks(self.manifest))
+
+    @cached_property
     def steps(self) -> NativeSteps:
         """What processes rows of many sequences, over this engine's caches.
 
         Raises UserError if the device holds one sequence alone.
         """
-        if not cache_blocks(self.manifest):
+        if not self.holds_many:
             raise UserError(f"{self.manifest.directory}: its device holds one sequence: choose target=cpu for several")
         from llama_npu2.engine.native_steps import NativeSteps  # for the CPU alone
 

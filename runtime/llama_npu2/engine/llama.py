@@ -23,7 +23,6 @@ from llama_npu2.engine.contexts import read_context, write_context
 from llama_npu2.engine.drafting import Drafting, check_drafts, kv_memory_beside
 from llama_npu2.engine.engine import Engine
 from llama_npu2.engine.generation import Asked, Generation
-from llama_npu2.engine.memory import cache_blocks
 from llama_npu2.engine.step import Run
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
@@ -88,7 +87,7 @@ class Llama(Engine):
         self.stats = Stats()
         self._serving: Serving | None = None
         self._drafting = Drafting(small, self) if small else None
-        self.speculate, self._pace = bool(cache_blocks(manifest)), Pace()
+        self.speculate, self._pace = self.holds_many, Pace()
 
     @property
     def description(self) -> str:
