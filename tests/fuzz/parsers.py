@@ -16,11 +16,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from llama_npu2.errors import UserError
 from llama_npu2.trust import envelopes
 from tests.fuzz.mutate import mutated_bytes, mutated_json
 from tests.support.hostile import Refused, World
+
+if TYPE_CHECKING:
+    from llama_npu2 import Llama
 
 CORPUS = Path(__file__).with_name("corpus")
 ARTIFACTS = "LLAMA_NPU2_FUZZED"
@@ -97,6 +101,118 @@ def _load_and_run(scratch: Path) -> Iterator[Run]:
             llm.decode(0)
             llm.reset()
             llm.score([0, 1, 2, 3])
+
+    yield run
+
+
+@contextlib.contextmanager
+def _guarded_models() -> Iterator[Callable[[str, bool], Llama]]:
+    """Gives the model of a directory in buffers between guard pages, which end (True) or begin (False) at one."""
+    from llama_npu2 import Llama
+    from llama_npu2.artifact.manifest import Manifest
+    from llama_npu2.devices import cpu
+    from tests.fuzz.guarded import GuardedDevice
+
+    cpu.CpuDevice = GuardedDevice  # type: ignore[misc]
+    with contextlib.ExitStack() as closed:
+
+        @functools.cache
+        def opened(path: str, at_end: bool) -> Llama:
+            GuardedDevice.at_end = at_end
+            model = Llama(Manifest.open(path), 2, kv_memory=1 << 23)
+            return closed.enter_context(contextlib.closing(model))
+
+        yield opened
+
+
+def _steps_taken() -> dict[str, bytes]:
+    """For each directory some steps: runs of so many rows, from a position on, with a table of blocks and logits."""
+    rng, steps = Random(0), {}
+    for path in manifests():
+        for number in range(8):
+            blocks = rng.sample(range(16), 16)
+            runs = []
+            for _ in range(rng.randint(1, 4)):
+                position, rows = rng.randrange(300), rng.choice((1, 1, 5, 100))
+                table = [blocks.pop() for _ in range((position + rows - 1) // 128 + 1)]
+                runs.append(
+                    {"rows": rows, "position": position, "blocks": table, "logits": rng.randint(0, min(rows, 3))}
+                )
+            steps[f"{path}:{number}"] = json.dumps(runs).encode()
+    return steps
+
+
+@contextlib.contextmanager
+def _steps(scratch: Path) -> Iterator[Run]:
+    """Steps of rows with damaged tables are taken, or refused by a ValueError before anything is stored."""
+    from llama_npu2.artifact.plan import BLOCK_POSITIONS
+    from llama_npu2.engine.step import Run as Rows
+    from llama_npu2.schema import Invalid, list_of, record, whole
+
+    integer = whole(-(1 << 40), 1 << 40)
+    shape = list_of(record({"rows": integer, "position": integer, "blocks": list_of(integer), "logits": integer}))
+    with _guarded_models() as opened:
+
+        def run(name: str, content: bytes) -> None:
+            llm = opened(name.rpartition(":")[0], len(content) % 4 > 0)
+            try:
+                given = json.loads(content)
+                shape(given)
+                vocab = llm.manifest.model["vocab"]
+                runs = [
+                    Rows([at % vocab for at in range(min(each["rows"], 1000))], *(each[name] for name in _OF_A_RUN))
+                    for each in given
+                ]
+                logits = llm.steps.step(runs)
+            except (ValueError, Invalid, OverflowError) as error:
+                raise UserError(repr(str(error)[:1000])) from None
+            assert len(logits) == sum(run.logits for run in runs)
+            for each in runs:
+                last = each.blocks[(each.position + len(each.tokens) - 1) // BLOCK_POSITIONS]
+                llm.steps.write_block(each.blocks[0], llm.steps.read_block(last))
+                llm.steps.copy_blocks([(each.blocks[0], last)])
+
+        yield run
+
+
+_OF_A_RUN = ("position", "blocks", "logits")
+
+
+@contextlib.contextmanager
+def _schedules(scratch: Path) -> Iterator[Run]:
+    """Random schedules of sequences, each of which has the tokens that it has alone."""
+    from tests.support.model_schedules import schedule
+
+    with _guarded_models() as opened:
+
+        def run(name: str, content: bytes) -> None:
+            schedule(opened(name, len(content) % 4 > 0), int(content), longest=300)
+
+        yield run
+
+
+def _context_key() -> dict[str, str]:
+    return {"manifest": "ab", "instruction set": "avx2", "KV cache": "bf16"}
+
+
+def _contexts_written() -> dict[str, bytes]:
+    from llama_npu2.engine.contexts import write_context
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "context"
+        write_context(path, _context_key(), range(11), [b"x" * 40, b"y" * 40])
+        return {"context": path.read_bytes()}
+
+
+@contextlib.contextmanager
+def _context(scratch: Path) -> Iterator[Run]:
+    from llama_npu2.engine.contexts import read_context
+
+    def run(name: str, content: bytes) -> None:
+        (scratch / name).write_bytes(content)
+        (scratch / name).chmod(0o600)
+        tokens, blocks = read_context(scratch / name, _context_key(), 40, 8, 64)
+        assert len(blocks) == -(-len(tokens) // 8) and {*map(len, blocks)} == {40}
 
     yield run
 
@@ -539,4 +655,11 @@ PARSERS = {
     "trust": Parser(_trust, files("trust"), mutated_bytes),
     "record": Parser(_record, files("record"), damaged_json),
     "conversation": Parser(_conversation, files("conversation"), damaged_json),
+    "context": Parser(_context, _contexts_written, mutated_bytes),
+    "steps": Parser(_steps, _steps_taken, damaged_json),
+    "schedules": Parser(
+        _schedules,
+        lambda: dict.fromkeys(manifests(), b"0"),
+        lambda rng, content, others: str(rng.randrange(10**6)).encode(),
+    ),
 }

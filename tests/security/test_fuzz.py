@@ -16,13 +16,16 @@ import pytest
 from llama_npu2 import Llama
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices import cpu
+from llama_npu2.engine.native_steps import NativeSteps
+from llama_npu2.engine.step import Run
 from tests.conftest import ODD_WIDTHS, build, write_checkpoint
 from tests.fuzz import parsers, run
 from tests.fuzz.guarded import GuardedDevice
 from tests.fuzz.mutate import mutated_bytes, mutated_json
-from tests.fuzz.parsers import ARTIFACTS, PARSERS, Parser, Run
+from tests.fuzz.parsers import ARTIFACTS, PARSERS, Parser
+from tests.fuzz.parsers import Run as FuzzRun
 
-COUNT = {"artifacts": 40, "manifest": 20, "plan": 20, "template": 20}
+COUNT = {"artifacts": 40, "manifest": 20, "plan": 20, "template": 20, "schedules": 8}
 """Inputs; 50 of the others, which take less time."""
 
 
@@ -54,6 +57,39 @@ def test_two_thousand_manifests(demo: Path, artifacts: Path, tmp_path: Path, mon
         result = fuzz_manifests("manifest", directories, monkeypatch, count)
         assert not result.findings, next(iter(result.findings.items()))
         assert result.outcomes["ran"] > count / 20
+
+
+@pytest.mark.slow
+def test_schedules_and_tables_of_blocks_leave_no_buffer(
+    demo: Path, artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In few bits and of odd widths too, with every instruction set that is here."""
+    write_checkpoint(tmp_path / "odd", **ODD_WIDTHS, max_position_embeddings=1024)
+    directories = [
+        demo,
+        build("demo", artifacts, weights="int4", kv="int8"),
+        build(tmp_path / "odd", artifacts, weights="int8,w_down=w8a8", kv="int8"),
+    ]
+    for isa, count in (("", 150), ("avx2", 75), ("portable", 30)):
+        monkeypatch.setenv("LLAMA_NPU2_ISA", isa)
+        for name, inputs in (("schedules", count), ("steps", 20 * count)):
+            result = fuzz_manifests(name, directories, monkeypatch, inputs)
+            assert not result.findings, next(iter(result.findings.items()))
+            assert result.outcomes["ran"] > inputs / 20
+
+
+def test_a_table_that_names_a_block_too_many_is_seen(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it would not be refused."""
+    monkeypatch.setattr(cpu, "CpuDevice", GuardedDevice)
+    manifest = Manifest.open(demo)
+
+    def step(beyond: int) -> None:
+        monkeypatch.setattr(NativeSteps, "_check", lambda *given: None)
+        with contextlib.closing(Llama(manifest, 1)) as llm:
+            llm.steps.step([Run([1, 2, 3], 0, [llm.steps.blocks - 1 + beyond])])
+
+    assert run.in_child(lambda: step(0)) == ""
+    assert run.in_child(lambda: step(1)) == "ended by SIGSEGV"
 
 
 def test_a_buffer_that_is_too_small_is_left(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +142,7 @@ def test_what_is_found(act: Callable[[], None], why: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(run, "LONGEST_INPUT", 1)
 
     @contextlib.contextmanager
-    def opened(scratch: Path) -> Iterator[Run]:
+    def opened(scratch: Path) -> Iterator[FuzzRun]:
         yield lambda name, content: act() if content == b"3" else None
 
     seeds = {str(i): str(i).encode() for i in range(5)}
