@@ -329,7 +329,7 @@ def drafts_of(seconds_a_row: float, accepted: int, model: SmallModel | None = No
     Without a model the text repeats itself, so that they are looked up.
     """
     pace, ids = Pace(), [1, 2, 3] * 4
-    for rows in range(1, 12):
+    for rows in range(1, LONGEST + 2):
         pace.note(rows, rows, 1 + seconds_a_row * (rows - 1))
     drafts, drafted = Drafts(pace, model), 0
     for at in range(400):
@@ -359,9 +359,9 @@ def agreeing(seconds: float) -> SmallModel:
 
 
 def test_a_small_models_own_time_is_part_of_what_its_drafts_cost() -> None:
-    """A token of a draft takes it 0.1 s, or nearly as long as a token of the model that the drafts are for."""
+    """A token of a draft takes it 0.1 s, or longer than a token of the model that the drafts are for."""
     assert drafts_of(0.01, LONGEST, agreeing(0.1)) > 380
-    assert drafts_of(0.01, LONGEST, agreeing(0.9)) < 10
+    assert drafts_of(0.01, LONGEST, agreeing(1.1)) < 20
     assert drafts_of(0.01, 0, agreeing(0.1)) < 20
 
 
@@ -398,6 +398,31 @@ def test_a_draft_is_what_followed_the_longest_and_latest_match() -> None:
     assert Lookup().find([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3]) == [9, 7, 2, 3, 8, 1, 2, 3]
     assert Lookup().find([5, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3]) == [8, 1, 2, 3]
     assert Lookup().find([1, 2, 3, 4, 5]) == []
+
+
+def test_a_draft_goes_on_behind_tokens_that_were_replaced() -> None:
+    given = [*range(40), 50, 3, 4]
+    drafts, text = Lookup(), list(given)
+    assert drafts.find(text)[:3] == [5, 6, 7]
+    text += [5, 60]  # in place of 6
+    assert drafts.find(text)[:3] == [7, 8, 9]
+    text += [7, 8, 9]
+    assert drafts.find(text)[:3] == [10, 11, 12]
+    text += [61, 62, 63, 64, 65, 66]
+    assert drafts.find(text)[:3] == [16, 17, 18]
+    text += [67]
+    assert drafts.find(text) == drafts.find([*text, 68]) == []
+
+
+def test_a_draft_stays_in_the_part_that_is_repeated() -> None:
+    """The same tokens stand in it twice, and later ones are those of the repetition itself."""
+    part = [1, 2, 3, 10, 1, 2, 3, 20, 1, 2, 3, 30]
+    drafts, text = Lookup(), [*part, 99, 1, 2, 3]
+    drafts.find(text)
+    text.append(10)
+    assert drafts.find(text)[:2] == [1, 2]
+    text += [1, 2, 3]
+    assert drafts.find(text)[:2] == [20, 1]
 
 
 def test_a_block_is_not_freed_twice() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from llama_npu2.engine.batch.pace import Pace
 
-LONGEST = 8
-"""Most tokens of a draft."""
+LONGEST = 15
+"""Most tokens of a draft: with the token before them, as many rows as products take in one pass over the weights."""
+_FIRST, _LEAST = 4, 2
+"""Tokens of the first draft, and of one after drafts that did not come true."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
 """For how many tokens nothing is drafted after drafts did not pay, twice as many each time."""
 _WEIGHT = 0.3
@@ -22,7 +24,7 @@ class Gain:
     def __init__(self, pace: Pace) -> None:
         """Args: `pace` knows how long the steps take that check drafts."""
         self._pace = pace
-        self.length = 2
+        self.length = _FIRST
         """How long the next draft should be: longer after those that came true as a whole."""
         self._share = _HOPED
         """Average of the share of drafts that comes true."""
@@ -46,7 +48,7 @@ class Gain:
         pays = self._pays(rows, drafted, seconds)
         if not pays and not self._tries:
             self._until, self._pause = tokens + self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-            self._tries, self.length = True, 2
+            self._tries, self.length = True, _FIRST
             return False
         self._pause, self._tries = _FIRST_PAUSE if pays else self._pause, False
         return True
@@ -54,7 +56,7 @@ class Gain:
     def note(self, drafted: int, accepted: int) -> None:
         """Note how many tokens of a draft were chosen."""
         self._share += _WEIGHT * (accepted / drafted - self._share)
-        self.length = min(self.length * 2, LONGEST) if accepted == drafted else max(accepted, 1)
+        self.length = min(self.length * 2, LONGEST) if accepted == drafted else max(accepted, _LEAST)
 
     def _pays(self, rows: int, drafted: int, seconds: float) -> bool:
         """Return whether a draft brings more tokens than all sequences of a step lose by its longer time."""
