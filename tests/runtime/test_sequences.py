@@ -278,6 +278,19 @@ def test_pinned_beginnings_stay() -> None:
     all_back(work.cache)
 
 
+def test_a_block_that_the_tree_alone_shares_is_written_where_no_other_is_free() -> None:
+    """The text takes all blocks, and another one that begins alike was processed before."""
+    work = scheduled(HashedSteps(5), rows=40, speculate=False)
+    prompt = [at % VOCAB for at in range(36)]
+    first, again = Drawn(prompt, 0, 1), Drawn(prompt, 2, 3)
+    for reply in (first, again):
+        work.add(reply)
+        drain(work)
+    checked([first, again], set())
+    assert again.processed == [1] and not work.cache.counts.copies
+    all_back(work.cache)
+
+
 def test_a_text_without_room_beside_pinned_ones_is_refused_and_others_go_on() -> None:
     work = scheduled(HashedSteps(8), rows=40)
     prompt = [at % VOCAB for at in range(33)]

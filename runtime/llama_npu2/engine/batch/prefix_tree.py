@@ -83,6 +83,14 @@ class PrefixTree:
         self._remove(min(leaves, key=lambda node: node.used))
         return True
 
+    def forget(self, block: int) -> bool:
+        """Forget a block. Return whether it did: none that others follow, and no pinned one."""
+        node = next((node for node in self._nodes() if node.block == block), None)
+        if node is None or node.children or node.pins:
+            return False
+        self._remove(node)
+        return True
+
     def spare(self, apart_from: Sequence[int] = ()) -> int:
         """Return how many blocks `evict` can free, apart from some."""
         kept = set(apart_from)

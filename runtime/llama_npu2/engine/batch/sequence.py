@@ -105,12 +105,14 @@ class Cache:
     def own_last(self, sequence: Held) -> None:
         """See to it that the block of the next position, if it is partly filled, may be written.
 
-        Without room for a copy the tokens in it have to be processed again.
+        Without room for a copy the tree forgets the block. If others hold it, too, its tokens are processed again.
         """
         at, table = sequence.done // self.positions, sequence.table
         if not sequence.done % self.positions or self.pool.holders(table[at]) == 1:
             return
         if (block := self.take()) is None:
+            if self.pool.holders(table[at]) == 2 and self.tree.forget(table[at]):
+                return
             sequence.done = at * self.positions
             self.drop(table[at:])
             del table[at:]
