@@ -1,5 +1,5 @@
-// Which instruction set the kernels use: the best this machine has, found once, when the shared object
-// is loaded. LLAMA_NPU2_ISA names a lower one.
+// Which instruction set the kernels use: the best that this machine and the library have, found once, when the shared
+// object is loaded. LLAMA_NPU2_ISA names a lower one.
 #pragma once
 
 #include <cstdlib>
@@ -11,7 +11,12 @@
 #include <unistd.h>
 #endif
 
-enum class Isa { portable, avx2, avx512bf16, amx };
+enum class Isa { none = -1, portable, avx2, avx512bf16, amx };
+
+constexpr unsigned isa_bit(Isa isa) { return 1u << static_cast<int>(isa); }
+
+// The sets that the library has code for, as bits. The generated source of a library defines it.
+extern "C" __attribute__((visibility("hidden"))) const unsigned library_isas;
 
 #if defined(__x86_64__)
 // AMX has 8 KB of registers, which Linux keeps for processes that ask for it, if it does.
@@ -49,7 +54,8 @@ inline Isa supported_isa() { return Isa::portable; }
 inline bool is_amd() { return false; }
 #endif
 
-inline Isa chosen_isa() {
+// The best set that may be used, whatever the library has.
+inline Isa allowed_isa() {
     const Isa best = supported_isa();
     const char *name = getenv("LLAMA_NPU2_ISA");
     if (name == nullptr) return best;
@@ -58,4 +64,11 @@ inline Isa chosen_isa() {
     if (strcmp(name, "avx2") == 0) wanted = Isa::avx2;
     if (strcmp(name, "avx512bf16") == 0) wanted = Isa::avx512bf16;
     return wanted < best ? wanted : best;
+}
+
+// `none` if the library has code for better sets only.
+inline Isa chosen_isa() {
+    Isa isa = allowed_isa();
+    while (isa != Isa::none && !(library_isas & isa_bit(isa))) isa = static_cast<Isa>(static_cast<int>(isa) - 1);
+    return isa;
 }

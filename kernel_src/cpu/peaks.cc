@@ -10,12 +10,13 @@
 #include "isa.h"
 #include "kernel.h"
 
-// What peak_loops.cc defines in the object of an instruction set. A loop of products returns how many flop it did.
-#define LOOPS(isa)                                                                                          \
-    namespace isa {                                                                                         \
-    __attribute__((visibility("hidden"))) void read_all(const char *data, int64_t bytes, Worker &worker); \
-    __attribute__((visibility("hidden"))) double bf16_products(int64_t iterations);                       \
-    __attribute__((visibility("hidden"))) double f32_products(int64_t iterations);                        \
+// What peak_loops.cc defines in the object of an instruction set. Weak, because a library need not have each set's object.
+// A loop of products returns how many flop it did.
+#define LOOPS(isa)                                                                              \
+    namespace isa {                                                                             \
+    __attribute__((weak)) void read_all(const char *data, int64_t bytes, Worker &worker); \
+    __attribute__((weak)) double bf16_products(int64_t iterations);                       \
+    __attribute__((weak)) double f32_products(int64_t iterations);                        \
     }
 LOOPS(portable)
 #if defined(__x86_64__)

@@ -183,7 +183,8 @@ extern "C" const char *isa_name() {
     case Isa::amx: return "amx";
     case Isa::avx512bf16: return "avx512bf16";
     case Isa::avx2: return "avx2";
-    case Isa::portable: return "portable";
+    case Isa::portable: break;
+    case Isa::none: return nullptr;
     }
 #endif
 #if defined(__aarch64__)

@@ -239,5 +239,6 @@ void team_run(Team *team, const Call *calls, int64_t count, const Dims *dims);  
 void team_laps(Team *team, Lap *laps, int64_t each);
 void team_destroy(Team *team);
 int team_threads(Team *team);
-const char *isa_name();  // "amx" | "avx512bf16" | "avx2" | "portable" | "neon"
+// "amx" | "avx512bf16" | "avx2" | "portable" | "neon"; null if the library has no code that this machine can run.
+const char *isa_name();
 }

@@ -29,6 +29,9 @@ _STEPLESS = {"doctor", "du", "fit", "gc", "models", "trust", "completion"}
 quantised one holds; for these it may be any."""
 _UNBUILT = _STEPLESS | {"provenance", "pull", "graph", "why"}
 """Commands that use what is there."""
+_PORTABLE = {"compile", "export", "push", "pull", "verify"}
+"""Commands after which other machines may run the artifacts, and the one whose findings are shared with them: these
+compile kernels for the instruction sets of all machines. The others compile those that this machine uses."""
 
 
 def _probes_of(build: Build) -> Any:
@@ -51,9 +54,10 @@ try:
     # doit offers get_var for known names only; the names themselves are needed to refuse a misspelt one.
     _verb, _words = command_line(sys.argv[1:]) if doit_cmd._CMDLINE_VARS is not None else ("list", [])
     _commands = commands_of(_verb, _words)
-    _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}, _commands))
+    _portable = bool(_PORTABLE & {*_commands})
+    _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}, _commands), _portable)
     _any = _STEPLESS & {*_commands} and not _build.options.weights
-    _wired = Build(replace(_build.options, weights="bf16")) if _any else _build
+    _wired = Build(replace(_build.options, weights="bf16"), _portable) if _any else _build
     _probes: Any = _probes_of(_wired) if _wired.target.kernel_set != HOST_SET else None
     _steps = _wired.steps | (_probes.steps if _probes else {})
     _places = [_build.artifacts, _build.report("")]

@@ -45,6 +45,8 @@ class Choices:
     """The model, target, formats and places that options choose."""
 
     options: Options
+    portable: bool = True
+    """Whether other machines are to run what is built; else it need not hold code for others than this one."""
 
     @cached_property
     def artifacts(self) -> Path:

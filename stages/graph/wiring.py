@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llama_npu2.artifact.cpu_features import cpu_features
 from stages.engine.objects import source_file
 from stages.engine.places import CACHE, CALIBRATION, CHECKPOINT, CONFIG, MODULES, OBJECTS, PACKING, PLAN, ROOT, WEIGHTS
+from stages.engine.project import load_receipt
 from stages.engine.steps import Step
 from stages.graph.manifest import write_manifest
 from stages.model import calibration
@@ -23,6 +24,7 @@ from stages.model.packing import pack_weights
 from stages.model.plan import write_plan
 from stages.model.sources import ArtifactsOnly, copy_tokenizer, known_config, record_checkpoint
 from stages.targets import Target, targets
+from stages.targets.cpu.instruction_sets import all_sets, sets_used_here
 
 if TYPE_CHECKING:
     from stages.graph.choices import Choices
@@ -38,11 +40,13 @@ class Library:
     name: str
     target: Target
     programs: tuple[Program, ...]
+    sets: tuple[str, ...] = ()
+    """The instruction sets that it has code for, if it runs on the host's CPU."""
 
     @cached_property
     def sources(self) -> list[str]:
         """The C++ sources that it links."""
-        return self.target.modules.sources(self.programs)
+        return self.target.modules.sources(self.programs, self.sets)
 
     @property
     def file(self) -> Path:
@@ -81,6 +85,19 @@ class Wiring:
         self.grouping_name = build.grouping_name
         self.grouping = self.target.grouping(self.grouping_name)
 
+    @cached_property
+    def host_sets(self) -> tuple[str, ...]:
+        """The instruction sets of the host's libraries: all for a portable build, else those that this machine uses.
+
+        Sets that the libraries have already stay, so that no directory stops running on another machine.
+        """
+        if self.build.portable:
+            return all_sets()
+        receipt = load_receipt(self.build.project.receipt_path(f"module:{HOST}"))
+        params = receipt["key"].get("params") if receipt else {"sets": []}
+        there = params.get("sets", all_sets()) if isinstance(params, dict) else []  # earlier versions had all
+        return tuple(name for name in all_sets() if name in sets_used_here() or name in there)
+
     def steps(self) -> Iterator[Step]:
         """Yield every step, each after those whose outputs it reads."""
         yield self._checkpoint()
@@ -107,8 +124,9 @@ class Wiring:
         positions = self.build.positions if self.target.static else CONTEXT_BUCKET
         self.target.check(config.within(positions))
         all_programs = programs(config, self.grouping, self.build.buckets, policy, positions)
-        host = Library(HOST, targets()["cpu"], tuple(program for program in all_programs if program.host))
-        return [host, *(Library(p.name, self.target, (p,)) for p in all_programs if not p.host)]
+        host, sets = tuple(program for program in all_programs if program.host), self.host_sets
+        device = (Library(p.name, self.target, (p,), sets) for p in all_programs if not p.host)
+        return [Library(HOST, targets()["cpu"], host, sets), *device]
 
     def _step(
         self,
@@ -236,6 +254,7 @@ class Wiring:
             "kv": self.build.policy.kv,
             # Others' modules are the same for any room in KV caches.
             "context": self.build.context if self.build.has_short_context else 0,
+            "sets": library.sets,
         }
         action = partial(room.write_module, self.directory, library.name)
         return action, [self.directory / CONFIG], room.arguments(library.programs, options)
@@ -282,6 +301,7 @@ class Wiring:
         }
         built = [path for library in libraries for path in (*library.described, library.file)]
         machine = {"name": self.target.name, "device": self.target.device, **self.target.machine()}
+        machine |= {"instruction_sets": list(sets)} if (sets := libraries[0].sets) else {}
         action, inputs, more = self._description()
         return self._step(
             "manifest",

@@ -41,8 +41,11 @@ class Modules(Protocol):
     def arguments(self, programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `arguments` (JSON) of `write_module` for a library of these programs."""
 
-    def sources(self, programs: Sequence[Program]) -> list[str]:
-        """Return the C++ sources that a library of these programs links, as `<kernel set>/<stem>`."""
+    def sources(self, programs: Sequence[Program], sets: Sequence[str]) -> list[str]:
+        """Return the C++ sources that a library of these programs links, as `<kernel set>/<stem>`.
+
+        `sets`: the instruction sets of the host that it has code for.
+        """
 
     def launches(self, part: Part) -> tuple[Launch, ...]:
         """Return the launches that a program makes for a part, in order."""

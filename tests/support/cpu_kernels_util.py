@@ -17,13 +17,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from llama_npu2.artifact.cpu_features import cpu_features
 from stages.engine.objects import compile_object, source_file
 from stages.engine.places import KERNELS as SOURCES
 from stages.kernels import Kernel
 from stages.kernels import kernels as all_kernels
 from stages.kernels.flash_attention import ALL
-from stages.targets.cpu.instruction_sets import LANES, objects_of, sets_of
+from stages.targets.cpu.instruction_sets import LANES, objects_of, sets_of_machine
 from stages.targets.cpu.objects import host_object
 from stages.targets.cpu.prototypes import dispatch, prototypes, prototypes_of, scalar_type, tensor_type
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
@@ -36,13 +35,6 @@ U32 = 2.0**-24  # unit roundoff of f32
 
 HOST = {name: kernel for name, kernel in all_kernels().items() if kernel.host}
 PLAIN_ISA = "neon" if platform.machine() == "aarch64" else "portable"
-_AVX2 = {"avx2", "fma"}
-_AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"} | _AVX2
-_NEEDED = {
-    "amx": _AVX512 | {"amx_tile", "amx_int8", "amx_bf16"},
-    "avx512bf16": _AVX512,
-    "avx2": _AVX2,
-}
 
 # Entries for tests of the team, and what they take.
 _TEAM_ENTRIES = {"nothing": (), "nap": (), "count": ("tensor", "int64", "int64"), "late": ("tensor",)}
@@ -75,12 +67,12 @@ extern "C" void entry_late(void *const *s, const Dims *, Worker *w) {
 
 def machine_isas() -> list[str]:
     """Instruction sets of the kernels that this machine has, best first."""
-    return [*(isa for isa, needed in _NEEDED.items() if needed <= set(cpu_features())), PLAIN_ISA]
+    return [*(isa for isa in sets_of_machine() if isa != "portable"), PLAIN_ISA]
 
 
 def lacking_isas() -> frozenset[str]:
     """Return the instruction sets that kernels have objects for and this machine does not have."""
-    return frozenset(LANES) - {*machine_isas(), "portable"}
+    return frozenset(LANES) - {*sets_of_machine()}
 
 
 def lacking_objects() -> list[str]:
@@ -99,16 +91,8 @@ def compiled(source: str, cache: Path) -> Path:
 def glue() -> str:
     """An entry per kernel that takes every argument, scalars too, from its slots."""
     take = "template <class T> T take(void *slot) { T value; memcpy(&value, &slot, sizeof value); return value; }"
-    declared = ["#include <cstring>", prototypes(HOST.values()), dispatch(HOST.values())]
-    isas = lacking_isas()
-    aborting = [_aborting(kernel, isa) for kernel in HOST.values() for isa in sets_of(kernel.source) if isa in isas]
-    return "\n".join([*declared, *aborting, take, *map(_entry, HOST.values()), _TEAM_SOURCE])
-
-
-def _aborting(kernel: Kernel, isa: str) -> str:
-    """Return C++ that defines the kernel for a set that this machine lacks. It ends the process if it is called."""
-    types = [*map(tensor_type, kernel.args), *map(scalar_type, kernel.scalars), "Worker &"]
-    return f"KERNEL void {kernel.name}_{isa}({', '.join(types)}) {{ abort(); }}"
+    declared = ["#include <cstring>", prototypes(HOST.values()), dispatch(HOST.values(), sets_of_machine())]
+    return "\n".join([*declared, take, *map(_entry, HOST.values()), _TEAM_SOURCE])
 
 
 def _entry(kernel: Kernel) -> str:

@@ -96,7 +96,10 @@ _MODEL = record(
         "windows": list_of(_COUNT),
     },
 )
-_TARGET = record(dict.fromkeys(("device", "name", "system", "machine"), _WORDS), {"features": list_of(_WORDS)})
+_TARGET = record(
+    dict.fromkeys(("device", "name", "system", "machine"), _WORDS),
+    dict.fromkeys(("features", "instruction_sets"), list_of(_WORDS)),
+)
 _BUFFER = {"dtype": _DTYPE, "shape": list_of(_SIZE, 1, 8)}
 _WORKING = record(
     {"kind": one_of("activation", "cache"), **_BUFFER},

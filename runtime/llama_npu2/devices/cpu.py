@@ -83,6 +83,14 @@ class CpuProgram:
     version."""
 
 
+def _no_code_for_this_cpu(library: Path) -> UserError:
+    """Return the error for a library that was built for CPUs with other instruction sets only."""
+    chosen, remedy = os.environ.get("LLAMA_NPU2_ISA"), "run doit compile, which adds the code for all CPUs"
+    if chosen:
+        return UserError(f"{library} has no code for LLAMA_NPU2_ISA={chosen}: unset it, or {remedy}")
+    return UserError(f"{library} has no code for this machine's CPU: where it was built, {remedy}, and copy it again")
+
+
 class CpuDevice:
     """The device interface on the CPU, with a team of threads; `threads=0` uses every CPU that this process may use."""
 
@@ -100,6 +108,8 @@ class CpuDevice:
             if function := getattr(library, name, None):
                 function.restype, function.argtypes = result, arguments
         self._native = library
+        if library.isa_name() is None:
+            raise _no_code_for_this_cpu(host_library.path)
         self._team = library.team_create(threads)
         if not self._team:
             raise UserError(f"cannot start {threads or os.cpu_count()} threads: lower --threads")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "kv": options["kv"],
         "matmul": options["matmul"],
         "context": options["context"],
+        "sets": list(options["sets"]),
     }
 
 
@@ -54,10 +55,10 @@ def launches(part: Part, fused: bool = True) -> tuple[Launch, ...]:
     return fuse(part) if fused else part.launches
 
 
-def sources(programs: Sequence[Program]) -> list[str]:
-    """C++ sources that a library of these programs links."""
+def sources(programs: Sequence[Program], sets: Collection[str] | None = None) -> list[str]:
+    """C++ sources that a library of these programs links for these instruction sets (`sets_of`)."""
     found = (launch for program in programs for part in program.parts for launch in launches(part))
-    return _sources(found, _support(programs))
+    return _sources(found, _support(programs), sets)
 
 
 def expected(source: str) -> dict[str, Any]:
@@ -70,9 +71,9 @@ def _support(programs: Sequence[Program]) -> list[str]:
     return list(_SUPPORT) if any(program.host for program in programs) else []
 
 
-def _sources(launches: Iterable[Launch], support: Sequence[str]) -> list[str]:
+def _sources(launches: Iterable[Launch], support: Sequence[str], sets: Collection[str] | None) -> list[str]:
     stems = {launch.kernel.source for launch in launches}
-    return [name for stem in sorted({*stems, *support}) for name in objects_of(stem)]
+    return [name for stem in sorted({*stems, *support}) for name in objects_of(stem, sets)]
 
 
 def write_module(
@@ -85,12 +86,13 @@ def write_module(
     kv: str,
     matmul: str = BF16.matmul,
     context: int = 0,
+    sets: Sequence[str] | None = None,
     fused: bool = True,
 ) -> None:
     """Write the source of a library of these parts, for the configuration in `directory` (step action).
 
     Beside it stands what else its build and the manifest need to know, as JSON. `weights`, `kv`, `matmul`: a policy's.
-    `context`: that of `Config.within`. `fused`: as in `launches`.
+    `context`: that of `Config.within`. `sets`: as in `sources`. `fused`: as in `launches`.
     """
     config = read_config(directory / CONFIG).within(context)
     dimensions = config.dimensions()
@@ -98,11 +100,11 @@ def write_module(
     found = [keyed_part(config, key, policy) for key in parts]
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
-    path.write_text(cpu_source(found, dimensions, fused))
+    path.write_text(cpu_source(found, dimensions, sets, fused))
     run = (launch for part in found for launch in launches(part, fused))
     description = {
         "programs": {part.name: {"slots": described_slots(part, dimensions)} for part in found},
-        "objects": {f"{Path(source).name}.o": [source] for source in _sources(run, support)},
+        "objects": {f"{Path(source).name}.o": [source] for source in _sources(run, support, sets)},
     }
     write_json(path.with_suffix(".json"), description)
 
@@ -123,14 +125,19 @@ def described_slots(part: Part, dimensions: Mapping[str, float]) -> list[dict[st
     return described
 
 
-def cpu_source(parts: Sequence[Part], dimensions: Mapping[str, float], fused: bool = True) -> str:
-    """Return a translation unit with the entry points of one or more parts. `fused`: as in `launches`.
+def cpu_source(
+    parts: Sequence[Part],
+    dimensions: Mapping[str, float],
+    sets: Collection[str] | None = None,
+    fused: bool = True,
+) -> str:
+    """Return a translation unit with the entry points of one or more parts.
 
-    It chooses an instruction set for each kernel that they call.
+    It chooses an instruction set for each kernel that they call. `sets`: as in `sources`. `fused`: as in `launches`.
     """
     by_name = {launch.kernel.name: launch.kernel for part in parts for launch in launches(part, fused)}
     called = [by_name[name] for name in sorted(by_name)]
-    return "\n".join([prototypes(called), dispatch(called), *(_glue(part, dimensions, fused) for part in parts)])
+    return "\n".join([prototypes(called), dispatch(called, sets), *(_glue(part, dimensions, fused) for part in parts)])
 
 
 def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:

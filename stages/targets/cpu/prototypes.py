@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from stages.kernels import Arg, Kernel, Param, kernels
-from stages.targets.cpu.instruction_sets import LANES, sets_of
+from stages.targets.cpu.instruction_sets import all_sets, sets_of
 from stages.weights.formats import formats
 
 _SCALARS = {"int64": "int64_t ", "float": "float ", "blocks": "const int32_t *"}
@@ -49,23 +49,27 @@ def prototypes_of(stem: str, isa: str = "") -> str:
     return prototypes((kernel for kernel in kernels().values() if kernel.source == stem and kernel.host), isa)
 
 
-def dispatch(called: Iterable[Kernel]) -> str:
-    """Return C++ that defines each kernel that is divided: it calls the one for this machine."""
-    divided = [(kernel, sets) for kernel in called if (sets := sets_of(kernel.source))]
-    if not divided:
-        return ""
-    return "\n".join(
-        ['#include "isa.h"', "", "static const Isa isa = chosen_isa();", "", *map(_choice, *zip(*divided, strict=True))]
-    )
+def dispatch(called: Iterable[Kernel], among: Collection[str] | None = None) -> str:
+    """Return C++ that says which instruction sets a library has, and defines each kernel that is divided.
+
+    Such a kernel calls the one for this machine. `among`: as in `sets_of`.
+    """
+    sets = [name for name in all_sets() if among is None or name in among]
+    bits = " | ".join(f"isa_bit(Isa::{name})" for name in sets)
+    divided = [kernel for kernel in called if sets_of(kernel.source)]
+    isa = ["static const Isa isa = chosen_isa();", ""] if divided else []
+    choices = (_choice(kernel, sets) for kernel in divided)
+    return "\n".join(['#include "isa.h"', "", f"const unsigned library_isas = {bits};", *isa, *choices])
 
 
-def _choice(kernel: Kernel, sets: tuple[str, ...]) -> str:
+def _choice(kernel: Kernel, sets: list[str]) -> str:
     names = [*(arg.name for arg in kernel.args), *(param.name for param in kernel.scalars), "worker"]
     call = f"({', '.join(names)})"
-    declared = [f"KERNEL void {kernel.name}_{name}({parameters(kernel)});" for name in sets]
+    own = sets_of(kernel.source, sets)
+    declared = [f"KERNEL void {kernel.name}_{name}({parameters(kernel)});" for name in own]
     # A set that has no object of its own has the code of the next one.
-    worse = {name: next(s for s in list(LANES)[i:] if s in sets) for i, name in enumerate(LANES)}
-    cases = [f"  case Isa::{name}: return {kernel.name}_{worse[name]}{call};" for name in LANES]
-    return "\n".join(
-        [*declared, f"void {kernel.name}({parameters(kernel)}) {{", "  switch (isa) {", *cases, "  }", "}", ""]
-    )
+    worse = {name: next(s for s in sets[i:] if s in own) for i, name in enumerate(sets)}
+    cases = [f"  case Isa::{name}: return {kernel.name}_{worse[name]}{call};" for name in sets]
+    refused = "  default: __builtin_trap();"  # `isa_name` says so before anything is called
+    head = f"void {kernel.name}({parameters(kernel)}) {{"
+    return "\n".join([*declared, head, "  switch (isa) {", *cases, refused, "  }", "}", ""])

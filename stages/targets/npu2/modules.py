@@ -67,7 +67,7 @@ def launches(part: Part) -> tuple[Launch, ...]:
     return part.launches
 
 
-def sources(programs: Sequence[Program]) -> list[str]:
+def sources(programs: Sequence[Program], sets: Sequence[str] = ()) -> list[str]:
     """Return the C++ sources of the tile functions that these programs call."""
     parts = [part for program in programs for part in program.parts]
     stems = {stem for part in parts for launch in part.launches for stem in launch.kernel.on_array}

@@ -15,7 +15,7 @@ __all__ = ["COSTS", "SUFFIX", "arguments", "expected", "fingerprint", "launches"
 DEVICE = "sim/device"
 
 
-def sources(programs: Sequence[Program]) -> list[str]:
+def sources(programs: Sequence[Program], sets: Sequence[str] = ()) -> list[str]:
     """Return the C++ sources that a library of these programs links."""
     return [*npu2.sources(programs), DEVICE]
 
