@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from stages.engine.ahead import start_ahead
 
-start_ahead(sys.argv[1:])  # before the imports that take time
+start_ahead(sys.argv[1:])  # where the package is not installed, whose plugin does that earlier
 
 from stages.commands.tasks import commands, group, step
 from stages.engine.doit_tasks import DOIT_CONFIG  # noqa: F401 - doit reads it

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from llama_npu2.__main__ import main
+from llama_npu2.__main__ import script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script())

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from llama_npu2 import __version__, errors
+from llama_npu2 import __version__, ending, errors
 from llama_npu2.errors import CLOSED, UserError, printable, reason
 from llama_npu2.options import (
     Answering,
@@ -383,5 +383,10 @@ def summary(llm: Any) -> str:
     )
 
 
+def script() -> int:
+    """Run the command line of this process, which ends with it. Returns the exit status."""
+    return ending.at_once(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script())

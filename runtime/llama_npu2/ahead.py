@@ -11,7 +11,10 @@ import os
 import sys
 from importlib import import_module
 
-_MODULES = ("llama_npu2.engine.llama", "llama_npu2.devices.cpu", "tokenizers", "numpy.random", "ml_dtypes", "argparse")
+from llama_npu2 import ending
+
+_OWN = ("llama_npu2.engine.llama", "llama_npu2.devices.cpu", "llama_npu2.__main__")
+_OTHERS = ("tokenizers", "numpy.random", "ml_dtypes", "locale", "shutil")
 
 
 def main(descriptor: int) -> int:
@@ -36,9 +39,9 @@ def _prepare() -> None:
     from llama_npu2.text import chat_template, sandbox
 
     chat_template.waiting_renderer = sandbox.Renderer()
-    for module in _MODULES:
+    for module in (*_OWN, *_OTHERS):
         import_module(module)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(ending.at_once(main(int(sys.argv[1]))))

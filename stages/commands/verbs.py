@@ -8,17 +8,21 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from doit import cmd_help, cmd_list, cmd_run
 from doit.cmdparse import CmdParseError
 from doit.exceptions import InvalidCommand, InvalidDodoFile, InvalidTask
 
+from llama_npu2 import ending
 from llama_npu2.options import Option
 from stages.commands.words import GENERATE, command_line, commands_of
 from stages.graph.options import COMMANDS, GROUPS, sections
 
 _WIDTH = 110
+_PROGRAMS = {"doit", "__main__"}
+"""Names of the programs that end when doit's command has: `doit` and `python -m doit`."""
 _NAMES = 26
 """Columns of the names of variables."""
 
@@ -82,7 +86,8 @@ class Run(cmd_run.Run):
             print("\n\n".join(map(command_help, commands_of(*command_line(["run", *words])))))
             return 0
         try:
-            return int(super().parse_execute(in_args))
+            status = int(super().parse_execute(in_args))
+            return ending.at_once(status) if Path(sys.argv[0]).stem in _PROGRAMS else status
         except (CmdParseError, InvalidCommand, InvalidDodoFile, InvalidTask) as error:
             # doit's parser shows its options as Python objects.
             problem = str(error).partition(" (parsing options")[0].removeprefix("error: ")

@@ -39,11 +39,16 @@ class Ahead:
 
 
 _waiting: Ahead | None = None
+_asked = False
+"""Whether `start_ahead` was called: whichever of doit's plugin and `dodo.py` is loaded first does that."""
 
 
 def start_ahead(words: Sequence[str]) -> None:
-    """Start the process if `words`, doit's command line, ask for a reply."""
-    global _waiting
+    """Start the process if `words`, doit's command line, ask for a reply. A second call does nothing."""
+    global _waiting, _asked
+    if _asked:
+        return
+    _asked = True
     asks = "chat" in words or any(word.startswith(("prompt=", "prompt_file=")) for word in words)
     complete = sys.stdin and sys.stdout and sys.stderr  # else the pipe might get the number of one of them
     if asks and complete and all("=" in word or word in _WORDS for word in words):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import os
 import threading
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import xxhash
@@ -30,44 +30,54 @@ class Code:
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
         self._cached: dict[str, str] = {}
-        self._imports: dict[str, tuple[list[Path], list[str]]] = {}
+        self._lines: dict[tuple[str, Path], tuple[list[str], str]] = {}
+        self._imports: dict[str, tuple[list[Path], frozenset[str]]] = {}
 
     def digest(self, module: str) -> str:
         """Return the xxh3-128, hex, of a module's source and of all project modules that it imports."""
         if module not in self._cached:
-            self._cached[module] = xxhash.xxh3_128_hexdigest(self._listed(module, self._digests.of))
+            self._cached[module] = xxhash.xxh3_128_hexdigest(self._listed(module, "xxh3", self._digests.of))
         return self._cached[module]
 
     def sha256(self, module: str) -> str:
         """Return the SHA-256, hex, of a module's source and of all project modules that it imports."""
         key = f"sha256 {module}"
         if key not in self._cached:
-            self._cached[key] = hashlib.sha256(self._listed(module, self._digests.sha256)).hexdigest()
+            self._cached[key] = hashlib.sha256(self._listed(module, "sha256", self._digests.sha256)).hexdigest()
         return self._cached[key]
 
-    def _listed(self, module: str, digest: Callable[[Path], str | None]) -> bytes:
-        lines = (f"{path.relative_to(ROOT).as_posix()} {digest(path)}\n" for path in sorted(self.files(module)))
-        return "".join(lines).encode()
+    def _listed(self, module: str, kind: str, digest: Callable[[Path], str | None]) -> bytes:
+        """Return a line for each file, in the order of their paths, each made once for all modules."""
+        lines, listed = self._lines, []
+        for path in self.files(module):
+            if (line := lines.get((kind, path))) is None:
+                label = path.relative_to(ROOT).as_posix()
+                line = lines[kind, path] = label.split("/"), f"{label} {digest(path)}\n"
+            listed.append(line)
+        return "".join(text for _, text in sorted(listed)).encode()
 
     def files(self, module: str) -> frozenset[Path]:
         """Return the source files of a module and, transitively, of the project modules that it imports anywhere.
 
         With each comes the TOML file of the same name, which holds its data.
         """
-        found: dict[str, list[Path]] = {}
-        todo = [module]
+        seen, todo = {module}, [module]
+        found: list[Path] = []
         while todo:
-            if (name := todo.pop()) not in found:
-                found[name], imported = self._read(name)
-                todo += imported
-        return frozenset(chain.from_iterable(found.values()))
+            files, imported = self._read(todo.pop())
+            found += files
+            new = imported - seen
+            seen |= new
+            todo += new
+        return frozenset(found)
 
-    def _read(self, name: str) -> tuple[list[Path], list[str]]:
+    def _read(self, name: str) -> tuple[list[Path], frozenset[str]]:
         """Return the files of a module and the modules that it imports, both empty if it is not of the project."""
         if name not in self._imports:
             path = _file(name)
             files = [file for file in (path, path.with_suffix(".toml")) if file.is_file()] if path else []
-            self._imports[name] = files, list(self._imported(name, path)) if path else []
+            own = (other for other in self._imported(name, path) if _file(other)) if path else ()
+            self._imports[name] = files, frozenset(own)
         return self._imports[name]
 
     def _imported(self, name: str, path: Path) -> Iterator[str]:
@@ -109,11 +119,24 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
 @functools.cache
 def _file(name: str) -> Path | None:
     """Return the file of a project module, None if it is not of the project."""
-    first, *rest = name.split(".")
-    if first not in _OWN:
-        return None
-    path = _OWN[first].joinpath(first, *rest)
-    return next((p for p in (path / "__init__.py", path.with_suffix(".py")) if p.is_file()), None)
+    package, _, last = name.rpartition(".")
+    if not package:
+        return next(
+            (p for root in filter(None, [_OWN.get(name)]) if (p := root / name / "__init__.py").is_file()), None
+        )
+    return _modules(package).get(last)
+
+
+@functools.cache
+def _modules(package: str) -> Mapping[str, Path]:
+    """Return the files of the modules and packages in a package of the project, by name; none in what is no package."""
+    init = _file(package)
+    if init is None or init.name != "__init__.py":
+        return {}
+    directory, names = init.parent, os.listdir(init.parent)  # noqa: PTH208 - makes no path of each
+    inner = {name: directory / name / "__init__.py" for name in names if "." not in name}
+    files = {name[:-3]: directory / name for name in names if name.endswith(".py")}
+    return files | {name: path for name, path in inner.items() if path.is_file()}
 
 
 def _absolute(level: int, module: str, name: str, path: Path) -> str:

@@ -86,12 +86,18 @@ def of_module(project: Project, module: str) -> Definitions:
     return {path.relative_to(ROOT).as_posix(): _of_file(path, project.digests.of(path) or "") for path in paths}
 
 
-def keep(project: Project, module: str) -> None:
-    """Write down the definitions of a module's code, unless they are there. Raises UserError."""
+def keep(project: Project, module: str) -> str:
+    """Write down the definitions of a module's code, unless they are there.
+
+    Return the file's name. Raises UserError.
+    """
     code = project.code.digest(module)
-    if _intact(project, code) is None:
-        content = json.dumps(of_module(project, module), separators=(",", ":"), sort_keys=True).encode()
-        project.tree.write(FOLDER / f"{code}-{xxhash.xxh3_128_hexdigest(content)}.json", content)
+    if there := _intact(project, code):
+        return there.name
+    content = json.dumps(of_module(project, module), separators=(",", ":"), sort_keys=True).encode()
+    name = f"{code}-{xxhash.xxh3_128_hexdigest(content)}.json"
+    project.tree.write(FOLDER / name, content)
+    return name
 
 
 def recorded(project: Project, code: str) -> Definitions | None:
@@ -115,9 +121,7 @@ def settle(project: Project, modules: Iterable[str]) -> None:
     """
     current = set(modules)
     with contextlib.suppress(OSError):  # a directory that cannot be written works without them
-        for module in current:
-            keep(project, module)
-        kept = {path.name for module in current if (path := _intact(project, project.code.digest(module)))}
+        kept = {name for module in current if (name := keep(project, module))}
         for name in project.tree.names(FOLDER):
             if name not in kept:
                 project.tree.remove_file(FOLDER / name)

@@ -14,7 +14,6 @@ from stages.engine.lock import ProcessLock
 from stages.engine.places import CONFIG, PLAN, lock_file
 from stages.engine.project import Project
 from stages.engine.steps import Step
-from stages.model import calibration
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
 from stages.model.grouping import Grouping
@@ -113,8 +112,14 @@ class Choices:
         if name and not any(formats()[form].grid for form in self.policy.formats):
             usable = ", ".join(sorted(name for name, form in formats().items() if form.grid))
             raise UserError(f"calibrate={name}: no format of weights={self.policy.text} can use it: choose {usable}")
-        text = {"": None, DEFAULT_TEXT: calibration.TEXT}.get(name, Path(name).absolute())
-        if text and not text.is_file():
+        if not name:
+            return None
+        if name == DEFAULT_TEXT:
+            from stages.model import calibration  # few builds need it
+
+            return calibration.TEXT
+        text = Path(name).absolute()
+        if not text.is_file():
             raise UserError(f"calibrate={name}: there is no such file: give a text file, or {DEFAULT_TEXT}")
         return text
 

@@ -9,10 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_npu2.artifact.manifest import FORMAT
-from llama_npu2.artifact.plan import parse_plans
-from llama_npu2.artifact.second_copy import second_copy
-from llama_npu2.artifact.validation import check_manifest
 from llama_npu2.errors import REMEDY, UserError
 from stages.engine.files import file_digests, read_checked, read_json, write_json
 from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
@@ -42,6 +38,8 @@ def write_manifest(
         calibrated: whether the weights were rounded for a text.
         adapters: what was merged into the weights.
     """
+    from llama_npu2.artifact.validation import check_manifest  # a build that is up to date needs none of it
+
     plan = read_checked(directory / PLAN, PLANNED)
     weights = read_checked(directory / WEIGHTS, PACKED)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
@@ -72,6 +70,8 @@ def _read_model(directory: Path, plan: Spec) -> dict[str, Any]:
 
 def _milliseconds(described: Spec) -> dict[str, Any]:
     """Return the fields with the estimates of phases, of the plan as it is and of the one with a second copy."""
+    from llama_npu2.artifact.plan import parse_plans
+    from llama_npu2.artifact.second_copy import second_copy
     from stages.estimate.phases import phase_milliseconds  # it loads the runtime's devices
 
     plans = parse_plans(described["plans"])
@@ -84,6 +84,8 @@ def _milliseconds(described: Spec) -> dict[str, Any]:
 
 def describe(directory: Path, programs: Mapping[str, Spec], target: Spec) -> dict[str, Any]:
     """Return the sections of a manifest of programs alone: without model, buffers and plans."""
+    from llama_npu2.artifact.manifest import FORMAT
+
     files = sorted({str(program["file"]) for program in programs.values()})
     return {
         "format": FORMAT,

@@ -18,7 +18,6 @@ from stages.engine.places import CACHE, CALIBRATION, CHECKPOINT, CONFIG, MODULES
 from stages.engine.project import load_receipt
 from stages.engine.steps import Step
 from stages.graph.manifest import write_manifest
-from stages.model import calibration
 from stages.model.grouping import CONTEXT_BUCKET, Program, programs
 from stages.model.packing import pack_weights
 from stages.model.plan import write_plan
@@ -105,8 +104,10 @@ class Wiring:
         yield self._plan()
         calibrated: list[Path] = []
         if self.build.calibration:
+            from stages.model.calibration import weights_files  # few builds need it
+
             yield from self._calibration(self.build.calibration)
-            calibrated = calibration.weights_files(self.build.layers)
+            calibrated = weights_files(self.build.layers)
         yield self._weights([self.directory / file for file in calibrated])
         libraries = self.libraries()
         for target in dict.fromkeys(library.target for library in libraries):
@@ -173,6 +174,8 @@ class Wiring:
 
     def _calibration(self, text: Path) -> Iterator[Step]:
         """Yield the steps of calibration: the text through the checkpoint's layers, the head, the rounded layers."""
+        from stages.model import calibration
+
         read = [self.directory / part for part in (CONFIG, CHECKPOINT, PACKING)]
         text_and_tokenizer = [self.directory / "tokenizer", text]
         source, layers, threads = self.build.source, self.build.layers, self.options.threads

@@ -94,9 +94,9 @@ Derived = Mapping[str, Callable[[Sizes], int]]
 
 def _dequantised(kernel: Kernel, stored: Format) -> Callable[..., Any]:
     """Return the reference of `kernel` for stored weights: it dequantises them to f32, and rounds only the result."""
-    taken = {param.name for param in kernel.params} & inspect.signature(kernel.reference).parameters.keys()
 
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
+        taken = {param.name for param in kernel.params} & inspect.signature(kernel.reference).parameters.keys()
         args = [arg for arg in kernel.args if not arg.written]
         values = {
             arg.name: stored.dequantise(tensor, scalars["cols"]) if arg.matrix else tensor

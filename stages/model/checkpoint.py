@@ -19,7 +19,6 @@ from stages.model.families.place import Location
 from stages.model.importers import PLAIN, Container, Held, stacked
 from stages.model.importers.adapters import COMPOSED, Adapted
 from stages.model.importers.directory import Directory
-from stages.model.importers.gguf import GgufFile
 from stages.weights.format import Format
 from stages.weights.formats import formats
 
@@ -34,7 +33,11 @@ def container(path: Path) -> Container:
     """
     if path.name == COMPOSED:
         return Adapted.read(path)
-    return Directory(path) if path.is_dir() else GgufFile(path)
+    if path.is_dir():
+        return Directory(path)
+    from stages.model.importers.gguf import GgufFile  # a build that is up to date reads no file
+
+    return GgufFile(path)
 
 
 @dataclass(frozen=True)

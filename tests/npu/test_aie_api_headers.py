@@ -12,7 +12,7 @@ import pytest
 
 from stages.air import Variant
 from stages.engine.places import KERNELS
-from stages.targets.npu2.objects import KERNEL_SET
+from stages.targets.npu2 import KERNEL_SET
 from stages.weights.constants import macros
 from tests.support.aie_intrinsics import declarations
 

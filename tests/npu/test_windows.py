@@ -25,9 +25,9 @@ from stages.model.plan import Plan, make_plan
 from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.proof.comparison import transformers_model
+from stages.targets.npu2 import KERNEL_SET
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import build_module
-from stages.targets.npu2.objects import KERNEL_SET
 from tests.conftest import build, write_checkpoint
 from tests.npu.test_sim_kernels import empty, execute_two, random, token_table
 

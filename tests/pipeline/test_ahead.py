@@ -59,7 +59,11 @@ def test_only_a_command_line_that_asks_for_a_reply_starts_one(
     line: str, starts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "_waiting", None)
+    monkeypatch.setattr(ahead, "_asked", False)
     ahead.start_ahead(line.split())
+    first = ahead._waiting
+    ahead.start_ahead(line.split())
+    assert ahead._waiting is first, "a command line has one process"
     waiting = ahead.take_ahead()
     assert bool(waiting) == starts
     if waiting:
@@ -69,11 +73,26 @@ def test_only_a_command_line_that_asks_for_a_reply_starts_one(
 
 def test_a_process_that_has_ended_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_waiting", None)
+    monkeypatch.setattr(ahead, "_asked", False)
     ahead.start_ahead(["chat"])
     assert ahead._waiting
     os.close(ahead._waiting.pipe)
     ahead._waiting.process.wait(timeout=60)
     assert ahead.take_ahead() is None
+
+
+@pytest.mark.parametrize(("ends", "status"), [("ending.at_once(3)", 3), ("4", 4)])
+def test_a_process_that_ends_at_once_does_all_that_others_see(ends: str, status: int) -> None:
+    script = f"""
+import atexit, sys
+from llama_npu2 import ending
+atexit.register(print, "handler")
+print("said", end=" ")
+sys.exit({ends})
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT / "runtime")}
+    run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert (run.stdout, run.stderr, run.returncode) == ("said handler\n", "", status)
 
 
 def test_what_finds_that_all_is_current_imports_no_arithmetic(demo: Path) -> None:

@@ -23,7 +23,6 @@ from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.importers.directory import CONFIG_FILES, DAMAGED
 from stages.model.importers.gguf_parts import parts, whole_name
-from stages.model.presets import PRESETS
 from stages.model.sources.adapted import AdaptedSource, adapted
 from stages.model.sources.generated import RandomSource
 from stages.model.sources.hub import HubGguf, HubSource
@@ -56,6 +55,8 @@ def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool
         return HubSource(model, revision)
     if match := re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/((?:[\w-][\w.-]*/)*[\w-][\w.-]*\.gguf)", model):
         return HubGguf(match[1], revision, match[2])
+    from stages.model.presets import PRESETS
+
     raise UserError(
         f"model={model}: no such directory or GGUF file; use demo, a local checkpoint, a hub id such as "
         "meta-llama/Llama-3.2-1B-Instruct or Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf, or "
@@ -64,6 +65,8 @@ def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool
 
 
 def _random_source(shapes: str, artifacts: Path) -> RandomSource:
+    from stages.model.presets import PRESETS  # few builds need them
+
     if shapes in PRESETS:
         name, raw = f"random-{shapes}", PRESETS[shapes]
     elif Path(shapes).is_file():
@@ -146,6 +149,8 @@ def _read_once(path: Path, changed: int) -> Config:
 
 @functools.cache
 def _a_llama() -> Config:
+    from stages.model.presets import PRESETS
+
     return parse_config(PRESETS["llama-3.2-1b"], "model=random:llama-3.2-1b")
 
 

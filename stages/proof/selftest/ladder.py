@@ -28,8 +28,8 @@ from stages.proof.selftest.model import Model
 from stages.proof.selftest.probes import WATCHDOG, Probe, probes, tile_functions
 from stages.proof.selftest.relink import Relink, other_level
 from stages.proof.selftest.trial import DISPATCHES, Verdict, dispatch, judge
+from stages.targets.npu2 import KERNEL_SET
 from stages.targets.npu2.known_good import LEAST, version
-from stages.targets.npu2.objects import KERNEL_SET
 from stages.targets.npu2.toolchain import npu
 from stages.weights.formats import formats
 

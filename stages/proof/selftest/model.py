@@ -24,7 +24,7 @@ from stages.model.part import HISTORY, Slot
 from stages.proof.selftest import bounds
 from stages.proof.selftest.raw import as_failure
 from stages.proof.selftest.trial import DISPATCHES, Verdict, dispatch, in_the_norm, judge_in_the_norm, written
-from stages.targets.npu2.objects import KERNEL_SET
+from stages.targets.npu2 import KERNEL_SET
 from stages.weights.formats import formats
 
 PROMPT = "The capital of France is"

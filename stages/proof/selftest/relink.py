@@ -8,9 +8,10 @@ from typing import Any
 
 from stages.engine.places import LOGS
 from stages.proof.selftest.probes import probes
+from stages.targets.npu2 import KERNEL_SET
 from stages.targets.npu2.levels import VARIABLE, level_of
 from stages.targets.npu2.modules import build_module
-from stages.targets.npu2.objects import KERNEL_SET, compile_tile
+from stages.targets.npu2.objects import compile_tile
 from stages.targets.npu2.programs import ELF, Job, make
 
 Relink = Callable[[str, str, Path], Mapping[str, Any]]

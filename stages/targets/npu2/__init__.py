@@ -7,8 +7,9 @@ bucket, and programs with attention come in one for each context bucket (window)
 
 from stages.targets import Target
 from stages.targets.npu2.groupings import CONTEXT, GROUPINGS
-from stages.targets.npu2.objects import KERNEL_SET
 from stages.targets.npu2.toolchain import need_npu_tools, usable_here
+
+KERNEL_SET = "aie2p"
 
 TARGET = Target(
     name="npu2",

@@ -24,9 +24,9 @@ from stages.model.grouping import CONTEXT_BUCKET, Program
 from stages.model.grouping import programs as derive_programs
 from stages.model.part import Launch, Part
 from stages.model.policy import BF16, parse_policy
+from stages.targets.npu2 import KERNEL_SET
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.levels import level_of
-from stages.targets.npu2.objects import KERNEL_SET
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Variant

@@ -10,15 +10,14 @@ from stages.engine.object_cache import CachedObject, cached_object
 from stages.engine.objects import compile_object, flags_by_object, source_file
 from stages.engine.objects import write_objects as write
 from stages.engine.places import KERNELS
-from stages.targets.npu2 import stack, static
+from stages.targets.npu2 import KERNEL_SET, stack, static
 from stages.targets.npu2.levels import level_of
 from stages.targets.npu2.toolchain import aie_api, need_npu_tools, peano
 from stages.targets.npu2.toolchain import peano_fingerprint as fingerprint
 from stages.weights.constants import macros
 
-__all__ = ["FLAGS", "KERNEL_SET", "VARIANTS", "command_line", "compile_tile", "fingerprint", "write_objects"]
+__all__ = ["FLAGS", "VARIANTS", "command_line", "compile_tile", "fingerprint", "write_objects"]
 
-KERNEL_SET = "aie2p"
 VARIANTS = True
 FLAGS = (
     "--target=aie2p-none-unknown-elf",

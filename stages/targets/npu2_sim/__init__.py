@@ -6,8 +6,8 @@ The simulator refuses what the hardware would refuse: memory sizes, channels, de
 from llama_npu2.artifact.cpu_features import cpu_features
 from stages.targets import Target
 from stages.targets.cpu.toolchain import host_system, need_host_compiler
+from stages.targets.npu2 import KERNEL_SET
 from stages.targets.npu2.groupings import CONTEXT, GROUPINGS
-from stages.targets.npu2.objects import KERNEL_SET
 
 TARGET = Target(
     name="npu2-sim",
