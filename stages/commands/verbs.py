@@ -21,8 +21,6 @@ from stages.commands.words import GENERATE, command_line, commands_of
 from stages.graph.options import COMMANDS, GROUPS, sections
 
 _WIDTH = 110
-_PROGRAMS = {"doit", "__main__"}
-"""Names of the programs that end when doit's command has: `doit` and `python -m doit`."""
 _NAMES = 26
 """Columns of the names of variables."""
 
@@ -87,12 +85,17 @@ class Run(cmd_run.Run):
             return 0
         try:
             status = int(super().parse_execute(in_args))
-            return ending.at_once(status) if Path(sys.argv[0]).stem in _PROGRAMS else status
+            return ending.at_once(status) if _is_program() else status
         except (CmdParseError, InvalidCommand, InvalidDodoFile, InvalidTask) as error:
             # doit's parser shows its options as Python objects.
             problem = str(error).partition(" (parsing options")[0].removeprefix("error: ")
             print(f"error: {problem}{': doit help run' * isinstance(error, CmdParseError)}", file=sys.stderr)
             return 3
+
+
+def _is_program() -> bool:
+    """Return whether this process is `doit` or `python -m doit`, which end when the command has."""
+    return "doit" in Path(sys.argv[0]).parts[-2:]
 
 
 class List(cmd_list.List):

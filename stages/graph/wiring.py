@@ -88,9 +88,10 @@ class Wiring:
     def host_sets(self) -> tuple[str, ...]:
         """The instruction sets of the host's libraries: all for a portable build, else those that this machine uses.
 
-        Sets that the libraries have already stay, so that no directory stops running on another machine.
+        With `cache=`, builds share what they make, so these are portable. Sets that the libraries have already stay, so
+        that no directory stops running on another machine.
         """
-        if self.build.portable:
+        if self.build.portable or self.build.options.cache:
             return all_sets()
         receipt = load_receipt(self.build.project.receipt_path(f"module:{HOST}"))
         params = receipt["key"].get("params") if receipt else {"sets": []}
@@ -247,6 +248,14 @@ class Wiring:
             tool=room.fingerprint,
         )
 
+    @cached_property
+    def _context(self) -> int:
+        """The most positions, for models that compute something else for long contexts; else 0.
+
+        Others' modules are the same for any room in KV caches.
+        """
+        return self.build.context if self.build.has_short_context else 0
+
     def _generation(self, library: Library) -> tuple[Any, list[Path], dict[str, Any]]:
         """Return the action that makes a library's module, the files that it reads, and its arguments."""
         room = library.target.modules
@@ -255,8 +264,7 @@ class Wiring:
             "matmul": self.build.policy.matmul,
             "weights": self.build.policy.text,
             "kv": self.build.policy.kv,
-            # Others' modules are the same for any room in KV caches.
-            "context": self.build.context if self.build.has_short_context else 0,
+            "context": self._context,
             "sets": library.sets,
         }
         action = partial(room.write_module, self.directory, library.name)
