@@ -18,6 +18,7 @@ from llama_npu2 import __version__, ending, errors
 from llama_npu2.errors import CLOSED, UserError, printable, reason
 from llama_npu2.options import (
     Answering,
+    Listening,
     Once,
     OptionError,
     Running,
@@ -33,12 +34,13 @@ from llama_npu2.trust.keys import TRUST
 if TYPE_CHECKING:
     from llama_npu2.engine.llama import Llama
 
-GROUPS = (Sampling, Running, Answering, Once, Signers)
+GROUPS = (Sampling, Running, Answering, Listening, Once, Signers)
 """All options of this command line."""
 
 COMMANDS = {
     "run": "generate text from a prompt; so does DIR PROMPT alone",
     "chat": "hold a conversation in the terminal",
+    "serve": "answer requests over HTTP: OpenAI's API",
     "embed": "turn texts into embeddings",
     "rerank": "order documents by their relevance to a query",
     "bench": "measure speed and memory, and the limits of the CPU",
@@ -206,11 +208,11 @@ def _prompt(options: argparse.Namespace) -> str:
     return sys.stdin.read() if options.prompt == "-" else str(options.prompt)
 
 
-def open_model(options: argparse.Namespace, running: Running, chats: bool) -> Llama:
+def open_model(options: argparse.Namespace, running: Running, chats: bool, kv_memory: int = 0) -> Llama:
     """Open the artifacts that a command line names.
 
     With `chats`, prompts go through the chat template, if there is one. Its process starts while this one loads numpy,
-    programs and weights. Raises UserError.
+    programs and weights. `kv_memory` as for `load`. Raises UserError.
     """
     from llama_npu2.text.chat_template import ChatTemplate, start_renderer
 
@@ -222,7 +224,7 @@ def open_model(options: argparse.Namespace, running: Running, chats: bool) -> Ll
     template = ChatTemplate.open(manifest.storage, renderer) if chats else None
     from llama_npu2.engine.llama import Llama
 
-    llm = Llama(manifest, running.threads, running.second_copy, draft=running.draft)
+    llm = Llama(manifest, running.threads, running.second_copy, kv_memory, draft=running.draft)
     if chats:
         llm.chat_template = template
     return llm
@@ -345,6 +347,21 @@ def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
             raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
         llm.chat_template.check()
         return Session(llm, sampling, chosen(Answering, options).template_variables()).run()
+
+
+def serve(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    try:
+        from llama_npu2.serve import listen
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "llama_npu2"):
+            raise
+        raise UserError(f"the package {package} is not installed: pip install 'llama-npu2[serve]'") from None
+    listening = chosen(Listening, options)
+    with contextlib.closing(listen.Place(listening)) as place:
+        with contextlib.closing(open_model(options, running, True, listening.kv_memory << 20)) as llm:
+            place.serve(llm)
+    return 0
 
 
 def info(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:

@@ -172,7 +172,7 @@ _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "tuple": "TEXT", "bool": "
 # What the runtime's commands take
 
 _REPLIES = ("run", "chat")
-MODELS = ("run", "chat", "embed", "rerank", "bench", "profile")
+MODELS = ("run", "chat", "serve", "embed", "rerank", "bench", "profile")
 """The runtime's commands that load a model."""
 
 
@@ -330,6 +330,30 @@ class Answering(Checked):
             example = '{"enable_thinking": false}'
             raise OptionError("template", self.template, f"must be a JSON object, as in {example}")
         return values
+
+
+@dataclass(frozen=True)
+class Listening(Checked):
+    """Where a server listens, for whom, and how much it takes."""
+
+    host: str = option("127.0.0.1", "listen on this address; others than 127.0.0.1 let other machines in", "serve")
+    port: int = option(8000, "listen on this port; 0 takes a free one", "serve", least=0, most=65535)
+    api_key_file: str = option("", "answer only who sends the key in this file", "serve", metavar=FILE)
+    origin: tuple[str, ...] = option(
+        (), "let pages of this site use the server; may be repeated", "serve", metavar="URL"
+    )
+    queue: int = option(
+        64, "have at most this many replies under way; who asks for more is told to come again", "serve", least=1
+    )
+    body: int = option(4, "take bodies of requests up to this size", "serve", unit="MiB", least=1, most=1024)
+    kv_memory: int = option(
+        0,
+        "take at most this much memory for the KV cache of all replies",
+        "serve",
+        unit="MiB",
+        unset="what one sequence takes that fills the context",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,16 @@ class Invalid(ValueError):
         self.path: list[str | int] = []
         """Keys and indices that lead to the value, the outermost last."""
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """The path to the value, as in `messages[0].content`; empty for the outermost one."""
         keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(self.path))
+        return "".join(keys).removeprefix(".")
+
+    def __str__(self) -> str:
         text = json.dumps(self.value)
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        return f"{''.join(keys).removeprefix('.') or 'it'} = {shown} must be {self.wanted}"
+        return f"{self.where or 'it'} = {shown} must be {self.wanted}"
 
 
 def load_json(content: bytes) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from doit.exceptions import TaskFailed
 
-from llama_npu2.options import Answering, Running, Sampling, to_arguments
+from llama_npu2.options import Answering, Listening, Running, Sampling, to_arguments
 from stages.engine.ahead import take_ahead
 from stages.engine.places import python_environment
 from stages.engine.streams import end_if_closed, for_answers
@@ -23,10 +24,14 @@ def run_runtime(arguments: Sequence[str]) -> TaskFailed | None:
         process = ahead.run(arguments)
     else:
         process = subprocess.Popen(_command(arguments), env=python_environment(), stdout=for_answers())
-    while (status := process.returncode) is None:
-        # The terminal sends Ctrl-C to the runtime too, which ends the reply and, in chat, goes on.
-        with contextlib.suppress(KeyboardInterrupt):
-            process.wait()
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # a server would outlive doit
+    try:
+        while (status := process.returncode) is None:
+            # The terminal sends Ctrl-C to the runtime too, which ends the reply and, in chat, goes on.
+            with contextlib.suppress(KeyboardInterrupt):
+                process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     end_if_closed(status)
     return _failure(status) if status else None
 
@@ -47,5 +52,5 @@ def _failure(status: int) -> TaskFailed:
 
 def runtime_arguments(command: str, build: Build, options: Options, prompt: str | None = None) -> list[str]:
     """Return a command line of the runtime: one of its commands, with the options that doit's takes, too."""
-    given = to_arguments(options, Sampling, Running, Answering, command=command)
+    given = to_arguments(options, Sampling, Running, Answering, Listening, command=command)
     return [command, *given, "--", str(build.directory_as_given), *([] if prompt is None else [prompt])]

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
-from llama_npu2.options import Answering, Option, OptionError, Running, Sampling, Signers, nearest, option, options_of
+from llama_npu2.options import (
+    Answering,
+    Listening,
+    Option,
+    OptionError,
+    Running,
+    Sampling,
+    Signers,
+    nearest,
+    option,
+    options_of,
+)
 from stages.kernels import KV_FORMATS
 
 INCLUDE = "weights"
@@ -59,7 +70,7 @@ def _option(name: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Options(Sampling, Running, Answering, Signers):
+class Options(Sampling, Running, Answering, Listening, Signers):
     """Values of the command-line variables. Raises UserError."""
 
     model: str = _option("model")

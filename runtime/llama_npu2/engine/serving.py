@@ -124,6 +124,11 @@ class Serving:
         """How often sequences gave way, shared blocks, and more."""
         return self._scheduler.cache.counts
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be submitted any more: it was closed, or its device failed."""
+        return self._closing
+
     def submit(self, prompt: Any, **options: Any) -> Stream:
         """Return the reply to a prompt, which comes as it is iterated. Must be called in an event loop.
 

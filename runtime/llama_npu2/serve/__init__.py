@@ -1,0 +1,1 @@
+"""An HTTP server: the APIs that other programs speak, on the engine of many replies (extra `serve`)."""

@@ -1,0 +1,64 @@
+"""The application: which path is answered by what, and how errors look in each API."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llama_npu2.serve import openai, openai_chat, openai_completions
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.gate import Door, Gate
+from llama_npu2.serve.models import Models
+
+_LONGEST_MESSAGE = 500
+"""Most characters of a message about a request, which may repeat names that the request chose."""
+
+
+class Application:
+    """Finds what answers a path. Requests reach it as `request.app`."""
+
+    def __init__(self, models: Models, most_bytes: int) -> None:
+        """Args: `most_bytes` of a request's body."""
+        self.models, self.most_bytes = models, most_bytes
+        routes = [Route("/health", health, methods=["GET"])]
+        routes += openai.ROUTES + openai_chat.ROUTES + openai_completions.ROUTES
+        self._router = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self._router(scope, receive, send)
+
+
+async def health(request: Request) -> Response:
+    """Answer `GET /health`: whether replies can be asked for."""
+    closed = any(model.engine.closed for model in request.app.models)
+    return JSONResponse({"status": "error" if closed else "ok"}, 503 if closed else 200)
+
+
+def guarded(
+    application: Application, key: str = "", hosts: Collection[str] = (), origins: Collection[str] = ()
+) -> ASGIApp:
+    """Return an application behind what every request passes first.
+
+    Args:
+        application: what answers.
+        key: what clients have to send; empty: nothing.
+        hosts: as for `Gate`.
+        origins: as for `Gate`.
+    """
+    app: ASGIApp = Door(application, key, refused)
+    if origins:
+        app = CORSMiddleware(app, allow_origins=[*origins], allow_methods=["GET", "POST"], allow_headers=["*"])
+    return Gate(app, hosts, origins, refused)
+
+
+def refused(path: str, error: RequestError) -> Response:
+    """Return the response to a request that is refused, in the form of the path's API."""
+    if len(error.message) > _LONGEST_MESSAGE:
+        error.message = f"{error.message[:_LONGEST_MESSAGE]}..."
+    return JSONResponse(openai.error_of(error), error.status, error.headers)

@@ -1,0 +1,76 @@
+"""Reads the body of a request, within limits of size, depth and time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from llama_npu2.schema import Check, Invalid
+from llama_npu2.serve.failures import GoneError, RequestError
+from llama_npu2.serve.fields import check_json
+
+PATIENCE = 30.0
+"""Most seconds that a body may take to come."""
+
+_HEARD_OUT = 4
+"""Bodies of up to so many times what is allowed are read, so that clients that only then listen hear why not."""
+_CLOSE = {"connection": "close"}
+
+
+async def read(request: Request, most: int) -> bytes:
+    """Return the body. Raises RequestError if it has more than `most` bytes or takes too long, GoneError."""
+    content, came = bytearray(), 0
+    too_long = RequestError(413, f"the body has more than {most} bytes: send less", headers=_CLOSE)
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > _HEARD_OUT * most:
+        raise too_long
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise GoneError
+                came += len(message.get("body", b""))
+                if came <= most:
+                    content += message.get("body", b"")
+                done = not message.get("more_body")
+                if came > (most if done else _HEARD_OUT * most):
+                    raise too_long
+                if done:
+                    return bytes(content)
+    except TimeoutError:
+        raise RequestError(408, f"the body did not come within {PATIENCE:g} s", headers=_CLOSE) from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+async def read_json(request: Request, most: int) -> Any:
+    """Return the body's JSON value. Raises RequestError, GoneError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(415, "the body must be JSON: send the header Content-Type: application/json")
+    content = await read(request, most)
+    try:
+        value = json.loads(content.decode(), parse_constant=_no_constant)
+        check_json(value)
+    except UnicodeDecodeError:
+        raise RequestError(400, "the body is not text in UTF-8") from None
+    except RecursionError:
+        raise RequestError(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise RequestError(400, f"the body is not valid JSON: {error}") from None
+    return value
+
+
+def checked(value: Any, check: Check) -> dict[str, Any]:
+    """Return a request's fields that are not null, once they pass a check. Raises RequestError."""
+    try:
+        check(value)
+    except Invalid as error:
+        raise RequestError(400, str(error), error.where) from None
+    return {name: item for name, item in value.items() if item is not None}

@@ -1,0 +1,102 @@
+"""Answers that come piece by piece, and what ends when their reader goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llama_npu2.serve.failures import GoneError
+
+Result = TypeVar("Result")
+
+HEARTBEAT = 5.0
+"""Seconds of silence after which a stream says that it is alive: prompts may take longer than clients wait."""
+SLOWEST = 60.0
+"""Seconds after which a reader that takes nothing is given up."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return what a coroutine returns. It is cancelled, and GoneError raised, if the client closes the connection."""
+
+    async def closed() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(closed())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise GoneError
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _kept_alive(events: AsyncIterator[bytes], heartbeat: bytes) -> AsyncGenerator[bytes]:
+    """Yield events, and `heartbeat` whenever none has come for a while."""
+    coming: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(events))
+            while not (await asyncio.wait({coming}, timeout=HEARTBEAT))[0]:
+                yield heartbeat
+            try:
+                yield coming.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        if coming and not coming.done():
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Events that a generator makes. `close` is called once nobody reads any more, however that comes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        close: Callable[[], None],
+        heartbeat: bytes = b": ping\n\n",
+        media_type: str = "text/event-stream",
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
+        del self.headers["content-length"]
+        self._events, self._close, self._heartbeat = events, close, heartbeat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._sent(send))
+        finally:
+            self._close()
+
+    async def _sent(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events), aclosing(_kept_alive(self._events, self._heartbeat)) as chunks:
+                async for chunk in chunks:
+                    async with asyncio.timeout(SLOWEST):
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except TimeoutError:
+            raise GoneError from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def as_json(value: Any) -> bytes:
+    """Return a value as one line of JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """Return a server-sent event with a JSON value."""
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + as_json(value) + b"\n\n"

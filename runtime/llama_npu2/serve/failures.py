@@ -1,0 +1,34 @@
+"""What a request is answered with that cannot be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llama_npu2.errors import UserError
+from llama_npu2.options import OptionError
+
+
+class RequestError(Exception):
+    """A request that is refused. Each API puts it into its own form."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        field: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Args: `field` is the path of the field that is wrong, `code` a word for programs to recognise."""
+        super().__init__(message)
+        self.status, self.message, self.field, self.code = status, message, field, code
+        self.headers = dict(headers or {})
+
+    @classmethod
+    def of(cls, error: UserError, field: str | None = None) -> RequestError:
+        """Return the refusal of something that a request asked for and that the model cannot do."""
+        return cls(400, str(error), error.name if isinstance(error, OptionError) else field)
+
+
+class GoneError(Exception):
+    """The client has closed the connection: nobody waits for an answer."""

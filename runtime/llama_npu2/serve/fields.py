@@ -1,0 +1,148 @@
+"""Checks of requests: like those of files, but nothing that is given is passed over, and null is as good as absent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llama_npu2.errors import closest
+from llama_npu2.schema import Check, Invalid, inside, list_of, string
+
+MOST_DEPTH = 64
+"""How deeply lists and objects of a request may lie in one another."""
+_MOST_STOPS, _LONGEST_STOP = 16, 256
+_MOST_BIASES = 1024
+
+
+def number(least: float, most: float) -> Check:
+    """Return a check for a number from `least` to `most`, both included."""
+
+    def check(value: Any) -> None:
+        if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+            raise Invalid(value, f"a number from {least:g} to {most:g}")
+
+    return check
+
+
+def left_out(why: str) -> Check:
+    """Return a check that refuses every value, for fields of an API that are not supported."""
+
+    def check(value: Any) -> None:
+        raise Invalid(value, f"left out: {why}")
+
+    return check
+
+
+def only(allowed: Any, why: str) -> Check:
+    """Return a check for one value, where an API knows others that are not supported."""
+
+    def check(value: Any) -> None:
+        if type(value) is not type(allowed) or value != allowed:
+            raise Invalid(value, f"{json.dumps(allowed)} or left out: {why}")
+
+    return check
+
+
+def closed(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Check:
+    """Return a check for an object with these keys and no others. Optional ones may be null."""
+    known = [*required, *optional]
+
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise Invalid(value, "an object")
+        for name, item in value.items():
+            if name in required or (name in optional and item is not None):
+                inside(name, {**optional, **required}[name], item)
+            elif name not in optional:
+                close = closest(name, known)
+                inside(name, left_out("there is no such field" + (f", did you mean {close}?" if close else "")), item)
+        for name in required:
+            if name not in value:
+                raise Invalid(value, f"an object with {name}")
+
+    return check
+
+
+def by(key: str, kinds: Mapping[str, Check], what: str) -> Check:
+    """Return a check for an object whose value at `key` says which of several checks it has to pass."""
+
+    def check(value: Any) -> None:
+        if type(value) is not dict or key not in value:
+            raise Invalid(value, f"an object with {key}")
+        name = value[key]
+        if type(name) is not str or name not in kinds:
+            inside(key, _one_of(kinds, what), name)
+        kinds[name](value)
+
+    return check
+
+
+def _one_of(names: Iterable[str], what: str) -> Check:
+    def check(value: Any) -> None:
+        raise Invalid(value, f"one of {', '.join(names)}: {what}")
+
+    return check
+
+
+def word(value: Any) -> None:
+    """Check that a value is a text that is not empty."""
+    string(value)
+    if not value:
+        raise Invalid(value, "a text that is not empty")
+
+
+def one_or_list(item: Check, least: int, most: int) -> Check:
+    """Return a check for a value that passes `item`, or a list of `least` to `most` such values."""
+    several = list_of(item, least, most)
+
+    def check(value: Any) -> None:
+        (several if type(value) is list else item)(value)
+
+    return check
+
+
+def _stop(value: Any) -> None:
+    if type(value) is not str or not 0 < len(value) <= _LONGEST_STOP:
+        raise Invalid(value, f"a text of 1 to {_LONGEST_STOP} characters")
+
+
+stop: Check = one_or_list(_stop, 0, _MOST_STOPS)
+"""Checks one stop string or several."""
+
+
+def biases(vocabulary: int) -> Check:
+    """Return a check for an object that adds numbers to the logits of tokens, whose ids are its keys."""
+    bias = number(-100, 100)
+
+    def check(value: Any) -> None:
+        if type(value) is not dict or len(value) > _MOST_BIASES:
+            raise Invalid(value, f"an object with at most {_MOST_BIASES} keys")
+        for key, item in value.items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocabulary):
+                inside(key, left_out(f"keys are ids of tokens below {vocabulary}"), item)
+            inside(key, bias, item)
+
+    return check
+
+
+def check_json(value: Any) -> None:
+    """Check that a JSON value is not nested too deeply and that its texts are Unicode. Raises ValueError."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += [*item.keys(), *item.values()]
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, str) and not item.isascii():
+                try:
+                    item.encode()
+                except UnicodeEncodeError:
+                    raise ValueError("it has half of a surrogate pair, which is no character") from None
+        if not below:
+            return
+        level = below
+    raise ValueError(f"it is nested more than {MOST_DEPTH} deep")

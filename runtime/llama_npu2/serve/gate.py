@@ -1,0 +1,115 @@
+"""What every request passes first: is it for this server, from whom, and what is noted of it."""
+
+from __future__ import annotations
+
+import hmac
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llama_npu2.errors import printable
+from llama_npu2.serve.failures import GoneError, RequestError
+
+Refusal = Callable[[str, RequestError], Response]
+"""Makes the response to a request that is refused, of its path."""
+
+_OPEN = {"/health"}
+"""Paths that need no key: a supervisor asks for them."""
+_LONGEST = 120
+"""Most characters of a path that are noted."""
+_CLOSED = 499
+"""The status that is noted where the client closed the connection (as nginx does)."""
+
+
+class Gate:
+    """Refuses what a browser sends in the name of another site, and notes a line for each request."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str], refusal: Refusal) -> None:
+        """Set it up.
+
+        Args:
+            app: what answers.
+            hosts: names by which clients may reach this server, in small letters; empty: any.
+            origins: sites whose pages may use it, besides its own.
+            refusal: makes responses to what is refused.
+        """
+        self._app, self._hosts, self._origins, self._refusal = app, hosts, origins, refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, status = time.perf_counter(), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            self._check(Headers(scope=scope))
+            await self._app(scope, receive, noted)
+        except RequestError as error:
+            await self._refusal(scope["path"], error)(scope, receive, noted)
+        except GoneError:
+            status = _CLOSED
+        except Exception:
+            traceback.print_exc()
+            if not status:
+                failed = RequestError(500, "the server has failed: its log says how")
+                await self._refusal(scope["path"], failed)(scope, receive, noted)
+        finally:
+            _note(scope, status or _CLOSED, time.perf_counter() - started)
+
+    def _check(self, headers: Headers) -> None:
+        """Raises RequestError for a request that another site's page sends, or one for another host."""
+        given = headers.getlist("host")
+        host = given[0].lower() if len(given) == 1 else ""
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if self._hosts and name not in self._hosts:
+            # The page of a site may give its own name the address of this machine (DNS rebinding).
+            raise RequestError(403, "the request is for another host: use the address that the server printed")
+        origin = headers.get("origin")
+        if origin is not None and origin not in {*self._origins, f"http://{host}", f"https://{host}"}:
+            raise RequestError(403, "pages of other sites may not use this server: allow this one by --origin")
+
+
+class Door:
+    """Lets those in who have the key, and answers what is refused further inside."""
+
+    def __init__(self, app: ASGIApp, key: str, refusal: Refusal) -> None:
+        """Args: `key` that clients have to send; empty: none."""
+        self._app, self._key, self._refusal = app, key.encode(), refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self._key and scope["path"] not in _OPEN:
+                self._check(Headers(scope=scope))
+            await self._app(scope, receive, send)
+        except RequestError as error:
+            await self._refusal(scope["path"], error)(scope, receive, send)
+        except HTTPException as error:  # of the router
+            what = {404: "there is no such path", 405: f"this path does not take {scope['method']}"}
+            found = RequestError(error.status_code, what.get(error.status_code, error.detail), headers=error.headers)
+            await self._refusal(scope["path"], found)(scope, receive, send)
+
+    def _check(self, headers: Mapping[str, str]) -> None:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode(), self._key):
+            raise RequestError(
+                401,
+                "the key is wrong or missing: send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+
+def _note(scope: Mapping[str, Any], status: int, seconds: float) -> None:
+    path = printable(scope["path"][:_LONGEST])
+    more = "".join(f", {what}" for what in scope.get("noted", ()))
+    print(f"{scope['method']} {path} {status}, {seconds:.3f} s{more}", file=sys.stderr, flush=True)

@@ -1,0 +1,121 @@
+"""What OpenAI's endpoints have in common: fields of requests that ask for replies, errors, the list of models."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from llama_npu2.options import Sampling
+from llama_npu2.schema import Check, flag, mapping, string, whole
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.fields import biases, closed, number, only, stop
+from llama_npu2.serve.model import Model
+from llama_npu2.serve.models import Models
+
+MOST_N = 128
+MOST_TOKENS = 1 << 30
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_of(error: RequestError) -> dict[str, Any]:
+    """Return the body of an error in OpenAI's form."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
+
+
+STREAM: Mapping[str, Check] = {
+    "stream": flag,
+    "stream_options": closed({}, {"include_usage": flag, "include_obfuscation": only(False, "streams are not padded")}),
+}
+
+LABELS: Mapping[str, Check] = {
+    "user": string,
+    "metadata": mapping(string, string),
+    "safety_identifier": string,
+    "prompt_cache_key": string,
+    "prompt_cache_retention": string,
+    "service_tier": string,
+}
+"""Fields that say who asks and how a bill is made: they change no reply, and are taken without effect."""
+
+
+def sampling_fields(vocabulary: int) -> dict[str, Check]:
+    """Return the fields that say how tokens are chosen; the last three are not OpenAI's, but in wide use."""
+    return {
+        "temperature": number(0, 2),
+        "top_p": number(0, 1),
+        "n": whole(1, MOST_N),
+        "stop": stop,
+        "seed": whole(-(1 << 63), (1 << 64) - 1),
+        "presence_penalty": number(-2, 2),
+        "frequency_penalty": number(-2, 2),
+        "logit_bias": biases(vocabulary),
+        "top_k": whole(0, 1 << 30),
+        "min_p": number(0, 1),
+        "repetition_penalty": number(0.01, 100),
+    }
+
+
+def sampling(asked: Mapping[str, Any], max_tokens: int, logprobs: int | None) -> Sampling:
+    """Return how the replies to a request are made. What it does not say is as OpenAI's API says it."""
+    taken = {
+        name: asked[name]
+        for name in ("presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "logit_bias")
+        if name in asked
+    }
+    stops = asked.get("stop", ())
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=asked.get("temperature", 1.0),
+        top_p=max(asked.get("top_p", 1.0), sys.float_info.min),
+        seed=asked["seed"] % (1 << 64) if "seed" in asked else None,
+        stop=(stops,) if isinstance(stops, str) else tuple(stops),
+        logprobs=logprobs,
+        **taken,
+    )
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that no other answer has."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def of_request(request: Request, value: Any) -> Model:
+    """Return the model that a request's body names; any, if it names none. Raises RequestError."""
+    models: Models = request.app.models
+    name = value.get("model") if isinstance(value, dict) else None
+    return models.named(name) if isinstance(name, str) and name else next(iter(models))
+
+
+def _described(model: Model) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "llama-npu2",
+        "context_length": model.llm.context_length,
+    }
+
+
+async def list_models(request: Request) -> Response:
+    """Answer `GET /v1/models`."""
+    models: Models = request.app.models
+    return JSONResponse({"object": "list", "data": [_described(model) for model in models]})
+
+
+async def show_model(request: Request) -> Response:
+    """Answer `GET /v1/models/NAME`."""
+    return JSONResponse(_described(request.app.models.named(request.path_params["name"])))
+
+
+ROUTES = [
+    Route("/v1/models", list_models, methods=["GET"]),
+    Route("/v1/models/{name:path}", show_model, methods=["GET"]),
+]

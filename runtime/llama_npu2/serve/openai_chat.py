@@ -1,0 +1,195 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from llama_npu2.schema import Check, Invalid, flag, inside, list_of, string, text, whole
+from llama_npu2.serve.answers import answered
+from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.events import event
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.fields import by, closed, left_out, only, word
+from llama_npu2.serve.model import Model
+from llama_npu2.serve.openai import (
+    LABELS,
+    MOST_TOKENS,
+    STREAM,
+    error_of,
+    new_id,
+    of_request,
+    sampling,
+    sampling_fields,
+)
+from llama_npu2.serve.replies import Replies
+from llama_npu2.text.replies import Kind
+
+_MOST_MESSAGES, _MOST_PARTS = 4096, 1024
+_OF_TEMPLATES = {"messages", "reply", "controls", "chat_template", "tools", "documents"}
+"""What a template gets by other ways than variables."""
+
+_part = by(
+    "type",
+    {"text": closed({"type": string, "text": string}, {})},
+    "other parts than text are not supported",
+)
+
+
+def _content(value: Any) -> None:
+    (list_of(_part, 1, _MOST_PARTS) if type(value) is list else string)(value)
+
+
+_spoken = closed({"role": string, "content": _content}, {"name": string})
+_answered = closed(
+    {"role": string, "content": _content},
+    {
+        "name": string,
+        "reasoning_content": string,
+        "refusal": left_out("refusals are not supported"),
+        "audio": left_out("audio is not supported"),
+        "tool_calls": only([], "calls of tools are not supported"),
+        "function_call": left_out("calls of tools are not supported"),
+    },
+)
+_message = by(
+    "role",
+    {"system": _spoken, "developer": _spoken, "user": _spoken, "assistant": _answered},
+    "other roles are not supported",
+)
+
+
+def _variables(value: Any) -> None:
+    if type(value) is not dict:
+        raise Invalid(value, "an object")
+    name = text(r"[A-Za-z_][A-Za-z0-9_]{0,63}", "a name")
+    for key, item in value.items():
+        name(key)
+        if key in _OF_TEMPLATES:
+            inside(key, left_out("it is no variable of chat templates"), item)
+
+
+def fields(vocabulary: int) -> tuple[dict[str, Check], dict[str, Check]]:
+    """Return the checks of the fields that a request must have, and of those that it may have."""
+    optional: dict[str, Check] = {
+        **sampling_fields(vocabulary),
+        **STREAM,
+        **LABELS,
+        "max_tokens": whole(1, MOST_TOKENS),
+        "max_completion_tokens": whole(1, MOST_TOKENS),
+        "logprobs": flag,
+        "top_logprobs": whole(0, 20),
+        "reasoning_effort": text(r"[a-z]{1,16}", "a word"),
+        "chat_template_kwargs": _variables,
+        "response_format": by(
+            "type", {"text": closed({"type": string}, {})}, "formats other than text are not supported"
+        ),
+        "tools": only([], "tools are not supported"),
+        "tool_choice": only("none", "tools are not supported"),
+        "parallel_tool_calls": flag,
+        "modalities": only(["text"], "models write text alone"),
+        "store": only(False, "nothing is stored"),
+        "verbosity": only("medium", "models have no such setting"),
+        "audio": left_out("models write text alone"),
+        "functions": left_out("tools are not supported"),
+        "function_call": only("none", "tools are not supported"),
+        "prediction": left_out("predictions are not supported"),
+        "web_search_options": left_out("there is no search"),
+    }
+    return {"model": word, "messages": list_of(_message, 1, _MOST_MESSAGES)}, optional
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates take it: its content as one text."""
+    found = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
+    if isinstance(found["content"], list):
+        found["content"] = "\n".join(part["text"] for part in found["content"])
+    return found | ({"role": "system"} if found["role"] == "developer" else {})
+
+
+class _Chat:
+    """One request and its replies."""
+
+    def __init__(self, model: Model, asked: dict[str, Any]) -> None:
+        """Raises RequestError."""
+        if "top_logprobs" in asked and not asked.get("logprobs"):
+            raise RequestError(400, "top_logprobs must be left out: logprobs is not true", "top_logprobs")
+        if not model.chats:
+            raise RequestError(400, f"{model.name} has no chat template: use /v1/completions", "model")
+        self.model, self.asked, self.n = model, asked, asked.get("n", 1)
+        self.stream: bool = asked.get("stream", False)
+        if "stream_options" in asked and not self.stream:
+            raise RequestError(400, "stream_options must be left out: stream is not true", "stream_options")
+        self._with_usage = (asked.get("stream_options") or {}).get("include_usage", False)
+        self.replies = Replies(model, self.n)
+        self.head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model.name}
+        self.head |= {"system_fingerprint": model.fingerprint}
+        self.ids: list[int] = []
+
+    async def start(self) -> None:
+        """Ask for the replies. Raises RequestError."""
+        asked = self.asked
+        template = dict(asked.get("chat_template_kwargs", {}))
+        if "reasoning_effort" in asked:
+            template["reasoning_effort"] = asked["reasoning_effort"]
+        messages = [_for_template(message) for message in asked["messages"]]
+        self.ids = await self.model.encode(messages, "messages", template=template)
+        most = asked.get("max_completion_tokens", asked.get("max_tokens", self.model.llm.context_length))
+        logprobs = asked.get("top_logprobs", 0) if asked.get("logprobs") else None
+        self.replies.start([self.ids], sampling(asked, most, logprobs), self.n)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer once all replies have come. Raises RequestError."""
+        await self.replies.whole()
+        choices = []
+        for number, stream in enumerate(self.replies.streams):
+            made = stream.completion
+            message = {"role": "assistant", "content": made.text + "".join(made.tool_calls), "refusal": None}
+            message |= {"reasoning_content": made.reasoning} if made.reasoning else {}
+            choices.append(self._choice(number, "message", message) | {"finish_reason": made.finish_reason})
+        usage = self.replies.usage([self.ids])
+        return {**self.head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+    def _choice(self, number: int, name: str, what: Mapping[str, Any]) -> dict[str, Any]:
+        logprobs = self.replies.new_logprobs(number)
+        shown = self.model.pieces.of_chat(logprobs) if logprobs else None
+        return {"index": number, name: what, "logprobs": shown, "finish_reason": None}
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        made = {**self.head, "object": "chat.completion.chunk", "choices": choices}
+        return event(made | ({"usage": usage} if self._with_usage else {}))
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield the replies as events."""
+        try:
+            for number in range(self.n):
+                yield self._chunk([self._choice(number, "delta", {"role": "assistant", "content": ""})])
+            async with aclosing(self.replies.pieces()) as pieces:
+                async for number, piece in pieces:
+                    if piece is None:
+                        ended = {"finish_reason": self.replies.streams[number].completion.finish_reason}
+                        yield self._chunk([self._choice(number, "delta", {}) | ended])
+                    else:
+                        name = "reasoning_content" if piece.kind is Kind.REASONING else "content"
+                        yield self._chunk([self._choice(number, "delta", {name: piece.text})])
+            if self._with_usage:
+                yield self._chunk([], self.replies.usage([self.ids]))
+            yield b"data: [DONE]\n\n"
+        except RequestError as error:
+            yield event(error_of(error))
+
+
+async def chat(request: Request) -> Response:
+    """Answer a request. Raises RequestError, GoneError."""
+    value = await read_json(request, request.app.most_bytes)
+    model = of_request(request, value)
+    return await answered(request, _Chat(model, checked(value, closed(*fields(model.vocabulary)))))
+
+
+ROUTES = [Route("/v1/chat/completions", chat, methods=["POST"])]

@@ -1,0 +1,154 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from llama_npu2.schema import Check, Invalid, flag, list_of, string, whole
+from llama_npu2.serve.answers import answered
+from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.events import event
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.fields import closed, left_out, only, word
+from llama_npu2.serve.model import Model
+from llama_npu2.serve.openai import (
+    LABELS,
+    MOST_N,
+    MOST_TOKENS,
+    STREAM,
+    error_of,
+    new_id,
+    of_request,
+    sampling,
+    sampling_fields,
+)
+from llama_npu2.serve.replies import Replies
+
+_MOST_PROMPTS = 128
+_DEFAULT_TOKENS = 16
+"""As in OpenAI's API."""
+_MOST_LOGPROBS = 5
+
+
+def _prompts(vocabulary: int) -> Check:
+    token = whole(0, vocabulary - 1)
+    ids = list_of(token, 1, MOST_TOKENS)
+    texts, lists = list_of(string, 1, _MOST_PROMPTS), list_of(ids, 1, _MOST_PROMPTS)
+
+    def check(value: Any) -> None:
+        if type(value) is str:
+            return
+        if type(value) is not list or not value:
+            raise Invalid(value, "a text, a list of texts, a list of tokens, or a list of such lists")
+        first = type(value[0])
+        (texts if first is str else lists if first is list else ids)(value)
+
+    return check
+
+
+def fields(vocabulary: int) -> tuple[dict[str, Check], dict[str, Check]]:
+    """Return the checks of the fields that a request must have, and of those that it may have."""
+    optional: dict[str, Check] = {
+        **sampling_fields(vocabulary),
+        **STREAM,
+        **LABELS,
+        "max_tokens": whole(1, MOST_TOKENS),
+        "logprobs": whole(0, _MOST_LOGPROBS),
+        "echo": flag,
+        "best_of": whole(1, MOST_N),
+        "suffix": left_out("texts are continued at their end alone"),
+        "store": only(False, "nothing is stored"),
+    }
+    return {"model": word, "prompt": _prompts(vocabulary)}, optional
+
+
+class _Completion:
+    """One request and its replies."""
+
+    def __init__(self, model: Model, asked: dict[str, Any]) -> None:
+        """Raises RequestError."""
+        given = asked["prompt"]
+        self.prompts = given if isinstance(given, list) and isinstance(given[0], str | list) else [given]
+        self.model, self.asked, self.n = model, asked, asked.get("n", 1)
+        self.stream: bool = asked.get("stream", False)
+        if asked.get("best_of", self.n) != self.n:
+            raise RequestError(400, f"best_of must be {self.n} or left out: all replies are returned", "best_of")
+        if asked.get("echo") and "logprobs" in asked:
+            raise RequestError(400, "logprobs must be left out: those of prompts are not supported", "logprobs")
+        if "stream_options" in asked and not self.stream:
+            raise RequestError(400, "stream_options must be left out: stream is not true", "stream_options")
+        self._with_usage = asked.get("stream_options", {}).get("include_usage", False)
+        self.replies = Replies(model, len(self.prompts) * self.n)
+        self.head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time())}
+        self.head |= {"model": model.name, "system_fingerprint": model.fingerprint}
+        self.ids: list[list[int]] = []
+        self._echoed: list[str] = []
+        self._offsets = [0] * len(self.prompts) * self.n
+
+    async def start(self) -> None:
+        """Ask for the replies. Raises RequestError."""
+        for prompt in self.prompts:
+            self.ids.append(await self.model.encode(prompt, "prompt", raw=True))
+            self._echoed.append(prompt if isinstance(prompt, str) else self.model.llm.tokenizer.decode(prompt))
+        asked = self.asked
+        made = sampling(asked, asked.get("max_tokens", _DEFAULT_TOKENS), asked.get("logprobs"))
+        self.replies.start(self.ids, made, self.n)
+
+    def _echo(self, number: int) -> str:
+        return self._echoed[number // self.n] if self.asked.get("echo") else ""
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer once all replies have come. Raises RequestError."""
+        texts = [self._echo(number) for number in range(len(self.replies.streams))]
+        async with aclosing(self.replies.pieces()) as pieces:
+            async for number, piece in pieces:
+                texts[number] += piece.text if piece else ""
+        choices = [
+            self._choice(number, text) | {"finish_reason": stream.completion.finish_reason}
+            for number, (text, stream) in enumerate(zip(texts, self.replies.streams, strict=True))
+        ]
+        return {**self.head, "choices": choices, "usage": self.replies.usage(self.ids)}
+
+    def _choice(self, number: int, text: str) -> dict[str, Any]:
+        shown, logprobs = None, self.replies.new_logprobs(number)
+        if logprobs:
+            shown, self._offsets[number] = self.model.pieces.of_completion(logprobs, self._offsets[number])
+        return {"index": number, "text": text, "logprobs": shown, "finish_reason": None}
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        return event({**self.head, "choices": choices} | ({"usage": usage} if self._with_usage else {}))
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield the replies as events."""
+        try:
+            for number in range(len(self.replies.streams)):
+                if echoed := self._echo(number):
+                    yield self._chunk([self._choice(number, echoed)])
+            async with aclosing(self.replies.pieces()) as pieces:
+                async for number, piece in pieces:
+                    choice = self._choice(number, piece.text if piece else "")
+                    if piece is None:
+                        choice["finish_reason"] = self.replies.streams[number].completion.finish_reason
+                    yield self._chunk([choice])
+            if self._with_usage:
+                yield self._chunk([], self.replies.usage(self.ids))
+            yield b"data: [DONE]\n\n"
+        except RequestError as error:
+            yield event(error_of(error))
+
+
+async def complete(request: Request) -> Response:
+    """Answer a request. Raises RequestError, GoneError."""
+    value = await read_json(request, request.app.most_bytes)
+    model = of_request(request, value)
+    return await answered(request, _Completion(model, checked(value, closed(*fields(model.vocabulary)))))
+
+
+ROUTES = [Route("/v1/completions", complete, methods=["POST"])]

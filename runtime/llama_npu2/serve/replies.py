@@ -1,0 +1,116 @@
+"""The replies to one request: several may come at once, and all end with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+from llama_npu2.engine.completion import Logprob
+from llama_npu2.engine.serving import Stream
+from llama_npu2.errors import UserError
+from llama_npu2.options import Sampling
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.model import Model
+from llama_npu2.text.replies import Piece
+
+
+class Replies:
+    """Streams of a model. They count as under way from `__init__` to `close`."""
+
+    def __init__(self, model: Model, count: int) -> None:
+        """Args: `count` of replies. Raises RequestError if there would be too many."""
+        self.model = model
+        self.streams: list[Stream] = []
+        self._noted = [0] * count
+        self._open = ExitStack()
+        self._open.enter_context(model.claim(count))
+        self.noted: list[str] = []
+        """What the log says of them once they are closed: counts of tokens, no text."""
+
+    def start(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> None:
+        """Ask for `n` replies to each prompt. Raises RequestError."""
+        for prompt in prompts:
+            for number in range(n):
+                self.streams.append(self.model.submit(prompt, sampling, number))
+
+    def close(self) -> None:
+        """Cancel what has not ended. Does nothing the second time."""
+        for stream in self.streams:
+            if not stream.finished:
+                stream.cancel()
+        if self.streams:
+            self.noted.append(self.model.counters.add(stream.completion.stats for stream in self.streams))
+        self.streams = []
+        self._open.close()
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece | None]]:
+        """Yield pieces of replies, each with its reply's number, and None at its end. Raises RequestError."""
+        try:
+            if len(self.streams) == 1:
+                async for piece in self.streams[0].pieces():
+                    yield 0, piece
+                yield 0, None
+                return
+            async with aclosing(self._together()) as together:
+                async for found in together:
+                    yield found
+        except UserError as error:
+            raise RequestError(503 if self.model.engine.closed else 500, str(error)) from None
+
+    async def _together(self) -> AsyncGenerator[tuple[int, Piece | None]]:
+        came: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
+
+        async def forward(number: int, stream: Stream) -> None:
+            try:
+                async for piece in stream.pieces():
+                    came.put_nowait((number, piece))
+                came.put_nowait((number, None))
+            except UserError as error:
+                came.put_nowait((number, error))
+
+        tasks = [asyncio.ensure_future(forward(*each)) for each in enumerate(self.streams)]
+        try:
+            left = len(tasks)
+            while left:
+                number, found = await came.get()
+                if isinstance(found, Exception):
+                    raise found
+                left -= found is None
+                yield number, found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def whole(self) -> None:
+        """Wait until all replies have come. Raises RequestError."""
+        async with aclosing(self.pieces()) as pieces:
+            async for _ in pieces:
+                pass
+
+    def new_logprobs(self, number: int) -> list[Logprob] | None:
+        """Return the log-probabilities that a reply got since this was asked, without the end token's.
+
+        None if none were asked for.
+        """
+        completion = self.streams[number].completion
+        if completion.logprobs is None:
+            return None
+        first, self._noted[number] = self._noted[number], len(completion.logprobs)
+        ends = self.model.llm.eos
+        return [each for each in completion.logprobs[first : self._noted[number]] if each.token not in ends]
+
+    def usage(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Return counts of tokens as OpenAI's API has them: each prompt is counted once."""
+        n = len(self.streams) // len(prompts)
+        asked = sum(map(len, prompts))
+        made = sum(stream.completion.stats.generated_tokens for stream in self.streams)
+        cached = sum(stream.completion.stats.reused_tokens for stream in self.streams[::n])
+        return {
+            "prompt_tokens": asked,
+            "completion_tokens": made,
+            "total_tokens": asked + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
