@@ -21,6 +21,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from llama_npu2 import Llama, load
 from llama_npu2.options import Sampling
@@ -224,6 +225,63 @@ def test_asyncio_clients(server: Server, llm: Llama) -> None:
     assert asyncio.run(main()) == [llm.generate(ASK).text] * 4
 
 
+# Beside replies
+
+
+def test_tokens_of_a_text_and_back(server: Server, llm: Llama) -> None:
+    text = "Paris \u65e5<|eot_id|>"
+    ids = server.ask("/tokenize", {"content": text}).json["tokens"]
+    assert ids == llm.tokenizer.encode(text, special_tokens=False)
+    assert server.ask("/detokenize", {"tokens": ids, "model": "demo"}).json == {"content": text}
+    begun = server.ask("/tokenize", {"content": text, "add_special": True, "with_pieces": True}).json["tokens"]
+    assert [each["id"] for each in begun] == llm.tokenizer.encode(text, special_tokens=True)
+    pieces = [each["piece"] for each in begun]
+    assert b"".join(piece.encode() if isinstance(piece, str) else bytes(piece) for piece in pieces[-len(ids) :]) == (
+        text.encode()
+    )
+    assert server.ask("/tokenize", {"content": ""}).json == {"tokens": []}
+    for path, body, field in (
+        ("/tokenize", {"content": 1}, "content"),
+        ("/tokenize", {"content": "x", "parse_special": False}, "parse_special"),
+        ("/tokenize", {"content": "x", "model": "other"}, "model"),
+        ("/detokenize", {"tokens": [2048]}, "tokens[0]"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ):
+        found = server.ask(path, body)
+        assert found.status in (400, 404) and found.json["error"]["param"] == field
+
+
+def test_properties(server: Server, llm: Llama) -> None:
+    found = server.ask("/props").json
+    assert found["default_generation_settings"] == {"n_ctx": llm.context_length} and found["total_slots"] == 64
+
+
+def measured(server: Server) -> dict[str, float]:
+    found = server.ask("/metrics")
+    assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {each.name: each for each in text_string_to_metric_families(found.content.decode())}
+    assert all(each.documentation and each.type != "unknown" for each in families.values())
+    samples = [sample for each in families.values() for sample in each.samples]
+    assert all(sample.labels.pop("model") == "demo" for sample in samples)
+    return {sample.name + sample.labels.get("le", ""): sample.value for sample in samples}
+
+
+def test_metrics(server: Server) -> None:
+    asked = raw(max_tokens=7, prompt="Once upon a time there was a king who had a castle and a horse.")
+    server.ask(RAW, asked)
+    before = measured(server)
+    used = server.ask(RAW, asked).json["usage"]
+    now = measured(server)
+    grown = {name.removeprefix("llama_npu2_"): now[name] - before[name] for name in now}
+    assert grown["generated_tokens_total"] == 7 and grown["replies_total"] == 1
+    assert grown["cached_tokens_total"] == used["prompt_tokens_details"]["cached_tokens"] > 0
+    assert grown["cached_tokens_total"] + grown["prompt_tokens_total"] == used["prompt_tokens"]
+    assert 0 < grown["engine_steps_total"] <= 7
+    for name in ("first_token_seconds", "each_token_seconds"):
+        assert grown[f"{name}_count"] == grown[f"{name}_bucket+Inf"] == 1 and grown[f"{name}_sum"] > 0
+    assert now["llama_npu2_replies_under_way"] == 0 and now["llama_npu2_replies_most"] == 64
+
+
 # What is refused
 
 CHAT, RAW = "/v1/chat/completions", "/v1/completions"
@@ -412,6 +470,7 @@ def test_a_reply_is_given_up_when_its_client_goes_away(strict: Server) -> None:
     with socket.create_connection(("127.0.0.1", strict.port)) as connection:
         connection.sendall(head(len(sent)) + sent)
         wait_for(lambda: strict.ask(RAW, raw(), **KEY).status == 429)
+        time.sleep(0.1)  # until it has begun
     wait_for(lambda: strict.ask(RAW, raw(n=2), **KEY).status == 200)
     (gone,) = (line for line in strict.lines[before:] if " 499, " in line)
     assert int(gone.split()[-2]) < 2 * 1900

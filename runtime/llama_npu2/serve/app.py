@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llama_npu2.serve import openai, openai_chat, openai_completions
+from llama_npu2.serve import metrics, openai, openai_chat, openai_completions, tokenize
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.gate import Door, Gate
 from llama_npu2.serve.models import Models
@@ -26,7 +26,8 @@ class Application:
         """Args: `most_bytes` of a request's body."""
         self.models, self.most_bytes = models, most_bytes
         routes = [Route("/health", health, methods=["GET"])]
-        routes += openai.ROUTES + openai_chat.ROUTES + openai_completions.ROUTES
+        for api in (openai, openai_chat, openai_completions, tokenize, metrics):
+            routes += api.ROUTES
         self._router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,11 +23,32 @@ _TEXT_THREADS = 2
 """How many prompts are rendered and tokenised at a time: it takes far more memory than their text."""
 
 
+FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+EACH_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+class Times:
+    """How many times are at most as long as each of some bounds, in seconds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.within = dict.fromkeys(bounds, 0)
+        self.count, self.sum = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        """Add a time."""
+        self.count += 1
+        self.sum += seconds
+        for bound in self.within:
+            self.within[bound] += seconds <= bound
+
+
 class Counters:
     """How many tokens there were since the server started, and how many requests were told to come again."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.replies = self.put_off = 0
+        self.first, self.each = Times(FIRST_TOKEN), Times(EACH_TOKEN)
+        """Times to the first token, and of each one after it, of replies that had these."""
 
     def add(self, replies: Iterable[Stats]) -> str:
         """Add those of replies; return them in words."""
@@ -37,6 +58,10 @@ class Counters:
             self.cached_tokens += stats.reused_tokens
             self.generated_tokens += stats.generated_tokens
             self.replies += 1
+            if stats.generated_tokens:
+                self.first.add(stats.ttft)
+            if stats.generated_tokens > 1:
+                self.each.add(stats.tpot)
         prompt, cached, generated = (
             now - then
             for now, then in zip((self.prompt_tokens, self.cached_tokens, self.generated_tokens), before, strict=True)

@@ -1,0 +1,86 @@
+"""`/tokenize`, `/detokenize` and `/props`, as llama.cpp's server has them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from llama_npu2 import __version__
+from llama_npu2.errors import UserError
+from llama_npu2.schema import Check, flag, list_of, string, whole
+from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.fields import closed, only, word
+from llama_npu2.serve.model import Model
+from llama_npu2.serve.openai import of_request
+
+_MOST_TOKENS = 1 << 22
+
+TO_TOKENS: dict[str, Check] = {
+    "model": word,
+    "add_special": flag,
+    "parse_special": only(True, "texts that spell out a control token are that token"),
+    "with_pieces": flag,
+}
+
+
+async def tokenize(request: Request) -> Response:
+    """Answer `POST /tokenize`. Raises RequestError, GoneError."""
+    value = await read_json(request, request.app.most_bytes)
+    model = of_request(request, value)
+    asked = checked(value, closed({"content": string}, TO_TOKENS))
+    encode = partial(model.llm.tokenizer.encode, asked["content"], asked.get("add_special", False))
+    ids: list[int] = await _in_thread(model, encode, "content")
+    if not asked.get("with_pieces"):
+        return JSONResponse({"tokens": ids})
+    return JSONResponse({"tokens": [{"id": token, "piece": _piece(model, token)} for token in ids]})
+
+
+def _piece(model: Model, token: int) -> str | list[int]:
+    content = model.pieces.bytes(token)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return [*content]
+
+
+async def detokenize(request: Request) -> Response:
+    """Answer `POST /detokenize`. Raises RequestError, GoneError."""
+    value = await read_json(request, request.app.most_bytes)
+    model = of_request(request, value)
+    tokens = list_of(whole(0, model.vocabulary - 1), 0, _MOST_TOKENS)
+    asked = checked(value, closed({"tokens": tokens}, {"model": word}))
+    decode = partial(model.llm.tokenizer.decode, asked["tokens"], skip_special_tokens=False)
+    return JSONResponse({"content": await _in_thread(model, decode, "tokens")})
+
+
+async def _in_thread(model: Model, function: partial[Any], field: str) -> Any:
+    try:
+        return await model.in_thread(function)
+    except UserError as error:
+        raise RequestError.of(error, field) from None
+
+
+async def props(request: Request) -> Response:
+    """Answer `GET /props`: what clients of llama.cpp's server ask for before they use it."""
+    model = next(iter(request.app.models))
+    return JSONResponse(
+        {
+            "default_generation_settings": {"n_ctx": model.llm.context_length},
+            "total_slots": model.most_replies,
+            "model_alias": model.name,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"llama-npu2 {__version__}",
+        }
+    )
+
+
+ROUTES = [
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/props", props, methods=["GET"]),
+]
