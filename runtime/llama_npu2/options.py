@@ -20,6 +20,9 @@ _BOUNDS = {"above": "above", "least": "at least", "most": "at most"}
 _MOST_BIAS = 100
 """As in OpenAI's interface: at -100, a token is as good as forbidden."""
 
+_SHOWN = 60
+"""Most characters of a long value that messages show."""
+
 FILE, DIRECTORY = "FILE", "DIR"
 """Names of values that completion looks up in the file system."""
 
@@ -216,6 +219,14 @@ class Sampling(Checked):
     )
     prompt_logprobs: int | None = option(None, "do the same for the tokens of the prompt", "run", least=0)
     stop: tuple[str, ...] = option((), "end the reply before this text; may be repeated", *_REPLIES)
+    schema: str = option(
+        "",
+        "answer in JSON that this JSON schema allows",
+        *_REPLIES,
+        metavar="JSON",
+        examples=('{"type":"object"}',),
+    )
+    grammar: str = option("", "answer in a text that this grammar (llguidance's Lark) allows", *_REPLIES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,6 +237,25 @@ class Sampling(Checked):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         self.biases()
+        self._check_form()
+
+    def _check_form(self) -> None:
+        """Check `schema`, which may be a mapping from Python, and `grammar`. Raises UserError."""
+        if not isinstance(self.schema, Mapping) and not self.schema:
+            return
+        from json import dumps, loads
+
+        try:
+            given = dumps(self.schema) if isinstance(self.schema, Mapping) else self.schema
+            known = isinstance(loads(given), dict | bool)
+        except (ValueError, TypeError, RecursionError):
+            given, known = str(self.schema), False
+        if not known:
+            example = '{"type":"object"}'
+            raise OptionError("schema", given[:_SHOWN], f"must be a JSON schema, as in {example}")
+        object.__setattr__(self, "schema", given)
+        if self.grammar:
+            raise OptionError("grammar", self.grammar[:_SHOWN], "schema is given as well: leave one out")
 
     def check_one_text(self) -> None:
         """Check that no more than a reply's text is asked for. Raises UserError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,8 +13,11 @@ from llama_npu2.devices.spans import Timer
 from llama_npu2.engine.completion import Completion, Logprob
 from llama_npu2.engine.sampling import sampler
 from llama_npu2.options import Sampling
-from llama_npu2.text.replies import Piece, ReplyStream
+from llama_npu2.text.replies import Kind, Piece, ReplyStream
 from llama_npu2.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llama_npu2.text.grammars import Constraint
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,23 @@ class Generation:
         eos: Collection[int],
         context_length: int,
         timed: Timer,
+        constraint: Constraint | None = None,
     ) -> None:
-        """Args: `completion` is filled in, but for its texts. `eos` are the tokens that end a reply."""
+        """Set it up.
+
+        Args:
+            asked: what it is asked for.
+            completion: is filled in, but for its texts.
+            tokenizer: the model's.
+            eos: the tokens that end a reply.
+            context_length: the most tokens of prompt and reply.
+            timed: notes how long its parts take.
+            constraint: what the answer has to follow, which begins once what the model thinks has ended.
+        """
         self._asked, self._eos, self._context_length, self._timed = asked, eos, context_length, timed
         self._stream = ReplyStream(tokenizer, asked.ids, eos, asked.options.stop)
-        self._choose = sampler(asked.options, asked.ids, asked.number)
+        self._constraint = constraint
+        self._choose = sampler(asked.options, asked.ids, asked.number, self._restrict if constraint else None)
         self._first = 0.0
         self.completion = completion
         self.ids = list(asked.ids)
@@ -63,7 +79,7 @@ class Generation:
             logits: float32 `[vocab]` after the last of `ids`. They are not kept.
 
         Raises:
-            UserError: if they are no finite numbers.
+            UserError: if they are no finite numbers, or no token can follow that is allowed.
         """
         completion, options = self.completion, self._asked.options
         stats = completion.stats
@@ -76,12 +92,27 @@ class Generation:
         stats.generated_tokens += 1
         if completion.logprobs is not None:
             completion.logprobs.append(Logprob.of(token, logits, options.logprobs or 0))
-        pieces: list[Piece] = [] if token in self._eos else self._timed("host", "detokenise", self._stream.push, token)
-        if token in self._eos or self._stream.stopped:
+        ended = token in self._eos
+        if self._constraint and self._answers and not ended:
+            self._constraint.follow(token)
+            ended = self._constraint.complete
+        pieces: list[Piece] = []
+        if token not in self._eos:
+            pieces = self._timed("host", "detokenise", self._stream.push, token)
+        if ended or self._stream.stopped:
             stats.finish_reason = "stop"
         elif stats.generated_tokens >= options.max_tokens or len(self.ids) > self._context_length:
             stats.finish_reason = "length"
         return pieces
+
+    @property
+    def _answers(self) -> bool:
+        """Whether the next token belongs to the answer."""
+        return self._stream.kind is Kind.TEXT
+
+    def _restrict(self, logits: np.ndarray) -> None:
+        assert self._constraint
+        (self._constraint.restrict if self._answers else self._constraint.restrict_before)(logits)
 
     def flush(self) -> list[Piece]:
         """Return the pieces of text that were held back until the reply's end."""

@@ -34,6 +34,7 @@ from llama_npu2.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llama_npu2.engine.serving import Serving
+    from llama_npu2.text.grammars import Constraint, Grammars
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text, messages, or token ids. A message has `role` and `content` (a text, or parts of text), or `tool_calls`."""
@@ -310,7 +311,20 @@ class Llama(Engine):
         return ids
 
     def _generation(self, asked: Asked, completion: Completion) -> Generation:
-        return Generation(asked, completion, self.tokenizer, self.eos, self.context_length, self._timed)
+        constraint = self.constraint(asked.options)
+        return Generation(asked, completion, self.tokenizer, self.eos, self.context_length, self._timed, constraint)
+
+    def constraint(self, options: Sampling) -> Constraint | None:
+        """Return what a reply with these options has to follow. It is compiled once. Raises UserError."""
+        if not options.schema and not options.grammar:
+            return None
+        return self._grammars.constraint(options.schema, options.grammar)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        from llama_npu2.text.grammars import Grammars
+
+        return Grammars(self.tokenizer, self.eos, self.manifest.model["vocab"])
 
     def _reply(self, prompt: _Prompt, options: Sampling, completion: Completion, number: int) -> Iterator[Piece]:
         """Yield the pieces of a reply, and fill in `completion` but for its texts."""

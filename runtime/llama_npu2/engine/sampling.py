@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -13,7 +14,16 @@ from llama_npu2.options import Sampling
 Sampler = Callable[[np.ndarray], int]
 
 
-def sampler(options: Sampling, prompt: Sequence[int] = (), number: int = 0) -> Sampler:
+class Restriction(Protocol):
+    """What keeps tokens from being chosen."""
+
+    def __call__(self, logits: np.ndarray) -> None:
+        """Set float32 logits `[vocab]` of tokens that may not come next to minus infinity. Raises UserError."""
+
+
+def sampler(
+    options: Sampling, prompt: Sequence[int] = (), number: int = 0, restrict: Restriction | None = None
+) -> Sampler:
     """Return a function from float32 logits `[vocab]` to a token id, to be called once for each token of a reply.
 
     It adjusts the logits first (`Adjustment`). With `temperature=0` it takes the most likely token, else it draws one
@@ -23,6 +33,7 @@ def sampler(options: Sampling, prompt: Sequence[int] = (), number: int = 0) -> S
         options: which tokens may be drawn, and how likely they are.
         prompt: the tokens before the reply.
         number: which of the replies to a seed. Each has random numbers of its own, whatever else is drawn.
+        restrict: is called with the adjusted logits, before one is chosen.
     """
     seed = np.random.SeedSequence(options.seed, spawn_key=(number,))
     generator = np.random.default_rng(seed) if options.temperature else None
@@ -31,6 +42,8 @@ def sampler(options: Sampling, prompt: Sequence[int] = (), number: int = 0) -> S
     def choose(logits: np.ndarray) -> int:
         most_likely(logits)
         adjusted = adjust(logits)
+        if restrict:
+            restrict(adjusted)
         if generator is None:
             token = most_likely(adjusted)
         else:

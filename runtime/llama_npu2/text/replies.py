@@ -106,6 +106,11 @@ class ReplyStream:
         self._calls += kind is Kind.TOOL_CALL
 
     @property
+    def kind(self) -> Kind:
+        """The part of the reply that the next token belongs to, unless it begins or ends one."""
+        return self._kind
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string has come."""
         return self._stream.stopped

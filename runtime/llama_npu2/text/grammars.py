@@ -1,0 +1,170 @@
+"""Replies in a given form: which tokens may come next, by a JSON schema or a grammar (extra `grammar`: llguidance)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llama_npu2.errors import UserError, first_line
+from llama_npu2.options import OptionError
+from llama_npu2.text.replies import Marks
+from llama_npu2.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_KEPT = 64
+"""How many compiled grammars are kept."""
+_OVERRIDES = {"whitespace_pattern": " ?", "lenient": False}
+"""JSON comes in one line: a model may write white space for ever. What of a schema is not understood is refused."""
+
+
+class Grammars:
+    """Compiles schemas and grammars for a vocabulary. May be used by several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int], vocabulary: int) -> None:
+        """Prepare the vocabulary, which takes up to a second.
+
+        Args:
+            tokenizer: whose tokens they are.
+            ends: the tokens that end a reply.
+            vocabulary: the number of logits.
+
+        Raises:
+            UserError: if llguidance is not installed or cannot use the tokenizer, or replies of this model are not in
+                one piece.
+        """
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            message = "the package llguidance is not installed: pip install 'llama-npu2[grammar]'"
+            raise UserError(message) from None
+        marks = Marks(tokenizer)
+        if marks.harmony:
+            raise UserError("schema= and grammar= are not for models that write in channels (gpt-oss): leave them out")
+        try:
+            self._vocabulary = llguidance.LLTokenizer(
+                tokenizer.inner.to_str(),
+                n_vocab=max(vocabulary, tokenizer.inner.get_vocab_size()),
+                eos_token=sorted(ends),
+            )
+        except Exception as error:
+            raise UserError(f"the tokenizer cannot be used with schema= or grammar= ({first_line(error)})") from None
+        self._library: Any = llguidance
+        self._never = np.array([*marks.opens, *marks.closes], np.int64)
+        self._before = np.array([*ends, *marks.opens], np.int64)
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._beside = ThreadPoolExecutor(1, "llama-npu2 masks")
+
+    def constraint(self, schema: str, grammar: str) -> Constraint:
+        """Return what a new reply has to follow.
+
+        Args:
+            schema: a JSON schema; or
+            grammar: a grammar in llguidance's dialect of Lark.
+
+        Raises:
+            OptionError: if it cannot be followed.
+        """
+        with self._lock:
+            matcher = self._compiled.get((schema, grammar))
+            if matcher is None:
+                matcher = self._compiled[schema, grammar] = self._matcher(schema, grammar)
+            self._compiled.move_to_end((schema, grammar))
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+            asked = ("schema", _shown(schema)) if schema else ("grammar", _shown(grammar))
+            return Constraint(matcher.deep_copy(), asked, self._never, self._before, self._beside)
+
+    def _matcher(self, schema: str, grammar: str) -> LLMatcher:
+        library = self._library.LLMatcher
+        name, text = ("schema", schema) if schema else ("grammar", grammar)
+        try:
+            if schema:
+                # It takes options for an object alone; a schema that is true or false is one of these.
+                given = json.loads(schema)
+                schema = json.dumps({} if given is True else {"not": {}} if given is False else given)
+                source = library.grammar_from_json_schema(schema, overrides=_OVERRIDES)
+            else:
+                source = library.grammar_from_lark(grammar)
+            limits = self._library.LLParserLimits(verbose_errors=False)
+            matcher: LLMatcher = library(self._vocabulary, source, log_level=0, limits=limits)
+        except Exception as error:  # of the library, which promises none
+            raise OptionError(name, _shown(text), first_line(error)) from None
+        first = matcher.deep_copy()  # what nothing can fulfil shows at the first token
+        if not matcher.is_error():
+            first.compute_bitmask()
+        if first.is_error() or first.is_stopped():
+            raise OptionError(name, _shown(text), f"it cannot be followed ({_reason(first)})")
+        return matcher
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return why a matcher has failed. Of errors of several lines, it is the one that says so, or the first one."""
+    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return [*said, *lines, "no reason is known"][0][:200]
+
+
+class Constraint:
+    """What one reply has to follow. The mask of the next token is made beside the model's work on it."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        asked: tuple[str, str],
+        never: np.ndarray,
+        before: np.ndarray,
+        beside: ThreadPoolExecutor,
+    ) -> None:
+        """Set it up.
+
+        Args:
+            matcher: follows the reply.
+            asked: the option that it comes from, and the beginning of its value.
+            never: tokens that no grammar allows.
+            before: tokens that may not come before it begins.
+            beside: the thread in which masks are made.
+        """
+        self._matcher, self._asked, self._beside = matcher, asked, beside
+        self._never, self._before = never, before
+        self._mask = beside.submit(matcher.compute_bitmask)
+        self.complete = False
+        """Whether nothing may follow any more."""
+
+    def restrict(self, logits: np.ndarray) -> None:
+        """Set float32 logits `[vocab]` of tokens that may not come next to minus infinity. Raises UserError."""
+        content = self._mask.result()
+        self._check()
+        allowed = np.unpackbits(np.frombuffer(content, np.uint8), count=len(logits), bitorder="little").view(bool)
+        logits[~allowed] = -np.inf
+        logits[self._never] = -np.inf
+        if np.isneginf(logits.max()):
+            raise OptionError(*self._asked, "no token of the vocabulary goes on with what it allows: loosen it")
+
+    def restrict_before(self, logits: np.ndarray) -> None:
+        """Do the same for a token of what comes before: the reply may not end, nor call a tool."""
+        logits[self._before] = -np.inf
+
+    def follow(self, token: int) -> None:
+        """Append a token to the reply. Raises UserError."""
+        self._matcher.consume_token(token)
+        self._check()
+        self.complete = self._matcher.is_stopped()
+        if not self.complete:
+            self._mask = self._beside.submit(self._matcher.compute_bitmask)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise OptionError(*self._asked, f"it cannot be followed ({_reason(self._matcher)}): simplify it")
