@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -60,6 +61,10 @@ def client(server: Server) -> openai.OpenAI:
 
 def chat(**more: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": ASK, "temperature": 0, **more}
+
+
+def formatted(schema: Any, **more: Any) -> dict[str, Any]:
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, **more)
 
 
 def raw(**more: Any) -> dict[str, Any]:
@@ -179,6 +184,29 @@ def test_where_a_reply_ends(client: openai.OpenAI, llm: Llama) -> None:
         assert (made.text, made.finish_reason) == (whole[: whole.index(word)], "stop")
     full = client.completions.create(**raw(max_tokens=10**6, prompt=[5] * 2040), extra_body=ON_AND_ON)
     assert full.choices[0].finish_reason == "length" and full.usage and full.usage.completion_tokens == 9
+
+
+class City(pydantic.BaseModel):
+    name: Annotated[str, pydantic.StringConstraints(max_length=8)]
+    size: Literal["small", "large"]
+    founded: Annotated[int, pydantic.Field(ge=-2000, le=2030)] | None
+
+
+def test_replies_in_a_schema(client: openai.OpenAI, llm: Llama) -> None:
+    made = client.chat.completions.parse(**chat(n=2) | SAMPLED, response_format=City)
+    for choice in made.choices:
+        assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, City)
+    objects = chat(response_format={"type": "json_object"}, max_tokens=60, n=20) | SAMPLED
+    whole = [each for each in client.chat.completions.create(**objects).choices if each.finish_reason == "stop"]
+    assert whole and all(isinstance(json.loads(each.message.content or ""), dict) for each in whole)
+    asked = {"schema": {"enum": [["yes"], ["no"]]}} | SAMPLED
+    alone = llm.generate(ASK, **asked).text
+    once = client.chat.completions.create(**formatted(asked["schema"]) | SAMPLED)
+    assert once.choices[0].message.content == alone and json.loads(alone) in (["yes"], ["no"])
+    streamed = client.chat.completions.create(**formatted(asked["schema"], stream=True) | SAMPLED)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == alone
+    cut = client.chat.completions.create(**formatted({"type": "string", "minLength": 500}), max_tokens=5)
+    assert cut.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +364,13 @@ REFUSED: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", "not supported"),
     (CHAT, chat(tool_choice="auto"), 400, "tool_choice", "not supported"),
     (CHAT, chat(functions=[]), 400, "functions", "not supported"),
-    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format.type", "not supported"),
+    (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", "other formats"),
+    (CHAT, chat(response_format={"type": "json_schema"}), 400, "response_format", "with json_schema"),
+    (CHAT, formatted([1]), 400, "response_format.json_schema.schema", "a JSON schema"),
+    (CHAT, formatted({"type": "objekt"}), 400, "response_format", "Invalid type: objekt"),
+    (CHAT, formatted({"$ref": "http://example.com/x"}), 400, "response_format", "does not fetch"),
+    (CHAT, formatted({"x-guidance": {"lenient": True}, "uniqueItems": True}), 400, "response_format", "uniqueItems"),
+    (CHAT, formatted(False), 400, "response_format", "cannot be followed"),
     (CHAT, chat(store=True), 400, "store", "nothing is stored"),
     (CHAT, chat(modalities=["text", "audio"]), 400, "modalities", "text alone"),
     (CHAT, chat(prediction={}), 400, "prediction", "not supported"),
@@ -550,6 +584,41 @@ def test_a_stream_says_that_it_is_alive_while_a_prompt_is_processed(strict: Serv
             found += connection.recv(1 << 16)
     begun, _, rest = found.partition(b": ping\n\n")
     assert rest and b"data:" not in begun
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "(((a{1,1000}){1,1000}){1,1000})b"},
+        {"type": "string", "pattern": "^(a|aa|aaa|aaaa)*(b|bb)*[^c]{0,900}c$"},
+        {"properties": {f"p{at}": {"type": "string", "pattern": f"^[a-z]{{{at},999}}x"} for at in range(2000)}},
+        {"anyOf": [{"type": "array", "items": {"enum": [*range(at, 3000)]}} for at in range(40)]},
+        {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+        {"$ref": "#"},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "minItems": 10**6}, "minItems": 10**6},
+        {"type": "string", "minLength": 10**9},
+        {"type": "object", "required": [f"r{at}" for at in range(3000)]},
+        {"type": "number", "multipleOf": 1e-300},
+        {"type": "integer", "minimum": 10**40, "maximum": 10**41},
+    ],
+    ids=range(12),
+)
+def test_hostile_schemas(server: Server, schema: Any) -> None:
+    started, answers = time.monotonic(), []
+    thread = threading.Thread(
+        target=lambda: answers.append(server.ask(CHAT, formatted(schema, max_tokens=30, temperature=1)))
+    )
+    thread.start()
+    pauses = []
+    while thread.is_alive():
+        asked = time.monotonic()
+        assert server.ask(CHAT, chat(max_tokens=2)).status == 200  # others are answered meanwhile
+        pauses.append(time.monotonic() - asked)
+    print(f"{time.monotonic() - started:.2f} s, others waited {max(pauses, default=0):.2f} s", answers[0].content[:200])
+    assert answers[0].status in (200, 400) and time.monotonic() - started < 20 and max(pauses, default=0) < 5
+    if answers[0].status != 200:
+        assert {"message", "type", "param", "code"} == answers[0].json["error"].keys()
 
 
 def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,14 @@ class Model:
             raise RequestError(400, f"token {bad} is not in the vocabulary", field)
         return ids
 
+    async def prepare(self, sampling: Sampling, field: str) -> None:
+        """Compile what replies have to follow, if anything. Raises RequestError, which names `field`."""
+        if sampling.schema or sampling.grammar:
+            try:
+                await self.in_thread(partial(self.llm.constraint, sampling))
+            except UserError as error:
+                raise RequestError(400, str(error), field) from None
+
     def _too_long(self, count: str, field: str) -> RequestError:
         most = self.llm.context_length
         message = f"the prompt has {count} tokens, the context is {most}: {self.llm.shorter}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -45,6 +47,27 @@ _part = by(
 def _content(value: Any) -> None:
     (list_of(_part, 1, _MOST_PARTS) if type(value) is list else string)(value)
 
+
+def _schema(value: Any) -> None:
+    if type(value) not in (dict, bool):
+        raise Invalid(value, "a JSON schema: an object, true or false")
+
+
+_format = by(
+    "type",
+    {
+        "text": closed({"type": string}, {}),
+        "json_object": closed({"type": string}, {}),
+        "json_schema": closed(
+            {
+                "type": string,
+                "json_schema": closed({"name": string}, {"schema": _schema, "strict": flag, "description": string}),
+            },
+            {},
+        ),
+    },
+    "other formats are not supported",
+)
 
 _spoken = closed({"role": string, "content": _content}, {"name": string})
 _answered = closed(
@@ -87,9 +110,7 @@ def fields(vocabulary: int) -> tuple[dict[str, Check], dict[str, Check]]:
         "top_logprobs": whole(0, 20),
         "reasoning_effort": text(r"[a-z]{1,16}", "a word"),
         "chat_template_kwargs": _variables,
-        "response_format": by(
-            "type", {"text": closed({"type": string}, {})}, "formats other than text are not supported"
-        ),
+        "response_format": _format,
         "tools": only([], "tools are not supported"),
         "tool_choice": only("none", "tools are not supported"),
         "parallel_tool_calls": flag,
@@ -103,6 +124,15 @@ def fields(vocabulary: int) -> tuple[dict[str, Check], dict[str, Check]]:
         "web_search_options": left_out("there is no search"),
     }
     return {"model": word, "messages": list_of(_message, 1, _MOST_MESSAGES)}, optional
+
+
+def _wanted_schema(asked: Mapping[str, Any]) -> str:
+    """Return the JSON schema of the replies, empty for text."""
+    wanted = asked.get("response_format", {"type": "text"})
+    if wanted["type"] == "text":
+        return ""
+    schema = wanted.get("json_schema", {}).get("schema")
+    return json.dumps({"type": "object"} if schema is None else schema)
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +172,9 @@ class _Chat:
         self.ids = await self.model.encode(messages, "messages", template=template)
         most = asked.get("max_completion_tokens", asked.get("max_tokens", self.model.llm.context_length))
         logprobs = asked.get("top_logprobs", 0) if asked.get("logprobs") else None
-        self.replies.start([self.ids], sampling(asked, most, logprobs), self.n)
+        made = replace(sampling(asked, most, logprobs), schema=_wanted_schema(asked))
+        await self.model.prepare(made, "response_format")
+        self.replies.start([self.ids], made, self.n)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer once all replies have come. Raises RequestError."""

@@ -10,7 +10,7 @@ from typing import Any
 from llama_npu2.engine.completion import Logprob
 from llama_npu2.engine.serving import Stream
 from llama_npu2.errors import UserError
-from llama_npu2.options import Sampling
+from llama_npu2.options import OptionError, Sampling
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.model import Model
 from llama_npu2.text.replies import Piece
@@ -56,6 +56,8 @@ class Replies:
             async with aclosing(self._together()) as together:
                 async for found in together:
                     yield found
+        except OptionError as error:
+            raise RequestError.of(error) from None
         except UserError as error:
             raise RequestError(503 if self.model.engine.closed else 500, str(error)) from None
 
