@@ -632,6 +632,43 @@ def _commands(scratch: Path) -> Iterator[Run]:
 _COMMANDS = ("run", "compile", "why", "gc", "pull")
 
 
+@contextlib.contextmanager
+def _request(scratch: Path) -> Iterator[Run]:
+    """A body of a request, as far as it comes before the model: what passes makes options of a reply."""
+    from llama_npu2.serve import openai, openai_chat, openai_completions, tools
+    from llama_npu2.serve.body import checked, parsed
+    from llama_npu2.serve.failures import RequestError
+    from llama_npu2.serve.fields import closed
+
+    def run(name: str, content: bytes) -> None:
+        api = openai_completions if name.startswith("completion") else openai_chat
+        try:
+            asked = checked(parsed(content), closed(*api.fields(1000)))
+            openai.sampling(asked, 1, None)
+            if api is openai_chat:
+                json.loads(tools.Tools(asked).schema() or "null")
+                json.dumps(openai_chat.for_template(asked["messages"])).encode()
+        except RequestError as error:
+            raise UserError(error.message) from None
+
+    yield run
+
+
+@contextlib.contextmanager
+def _call(scratch: Path) -> Iterator[Run]:
+    """A call of a tool that a model wrote: what is read of it is JSON."""
+    from llama_npu2.text.tool_calls import calls_of
+
+    def run(name: str, content: bytes) -> None:
+        try:
+            calls = calls_of(content.decode(errors="replace"))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        assert calls and all(isinstance(json.loads(call.text), dict) and call.name for call in calls)
+
+    yield run
+
+
 PARSERS = {
     "artifacts": Parser(_commands, _json_below_artifacts, damaged_json),
     "manifest": Parser(_load_and_run, manifests, damaged_json),
@@ -654,6 +691,8 @@ PARSERS = {
     "prompts": Parser(_prompts, files("prompts"), mutated_bytes),
     "trust": Parser(_trust, files("trust"), mutated_bytes),
     "record": Parser(_record, files("record"), damaged_json),
+    "request": Parser(_request, files("request"), damaged_json),
+    "call": Parser(_call, files("call"), mutated_bytes),
     "conversation": Parser(_conversation, files("conversation"), damaged_json),
     "context": Parser(_context, _contexts_written, mutated_bytes),
     "steps": Parser(_steps, _steps_taken, damaged_json),

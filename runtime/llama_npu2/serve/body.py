@@ -54,7 +54,11 @@ async def read_json(request: Request, most: int) -> Any:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(415, "the body must be JSON: send the header Content-Type: application/json")
-    content = await read(request, most)
+    return parsed(await read(request, most))
+
+
+def parsed(content: bytes) -> Any:
+    """Return the JSON value of a body. Raises RequestError."""
     try:
         value = json.loads(content.decode(), parse_constant=_no_constant)
         check_json(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, Invalid, flag, inside, list_of, string, text, whole
+from llama_npu2.serve import tools
 from llama_npu2.serve.answers import answered
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.events import event
@@ -31,11 +32,14 @@ from llama_npu2.serve.openai import (
     sampling_fields,
 )
 from llama_npu2.serve.replies import Replies
-from llama_npu2.text.replies import Kind
+from llama_npu2.text.replies import Piece
 
 _MOST_MESSAGES, _MOST_PARTS = 4096, 1024
 _OF_TEMPLATES = {"messages", "reply", "controls", "chat_template", "tools", "documents"}
 """What a template gets by other ways than variables."""
+
+_FIELDS = {"tools": "tools", "reasoning_effort": "reasoning_effort"}
+"""Variables of templates that have a field of their own."""
 
 _part = by(
     "type",
@@ -77,13 +81,26 @@ _answered = closed(
         "reasoning_content": string,
         "refusal": left_out("refusals are not supported"),
         "audio": left_out("audio is not supported"),
-        "tool_calls": only([], "calls of tools are not supported"),
-        "function_call": left_out("calls of tools are not supported"),
+        "tool_calls": tools.calls,
+        "function_call": left_out("it is tool_calls now"),
     },
 )
+
+
+def _assistant(value: Any) -> None:
+    called = type(value) is dict and value.get("tool_calls") and value.get("content") is None
+    _answered({**value, "content": ""} if called else value)
+
+
 _message = by(
     "role",
-    {"system": _spoken, "developer": _spoken, "user": _spoken, "assistant": _answered},
+    {
+        "system": _spoken,
+        "developer": _spoken,
+        "user": _spoken,
+        "assistant": _assistant,
+        "tool": closed({"role": string, "content": _content, "tool_call_id": string}, {"name": string}),
+    },
     "other roles are not supported",
 )
 
@@ -111,15 +128,15 @@ def fields(vocabulary: int) -> tuple[dict[str, Check], dict[str, Check]]:
         "reasoning_effort": text(r"[a-z]{1,16}", "a word"),
         "chat_template_kwargs": _variables,
         "response_format": _format,
-        "tools": only([], "tools are not supported"),
-        "tool_choice": only("none", "tools are not supported"),
+        "tools": tools.tools,
+        "tool_choice": tools.choice,
         "parallel_tool_calls": flag,
         "modalities": only(["text"], "models write text alone"),
         "store": only(False, "nothing is stored"),
         "verbosity": only("medium", "models have no such setting"),
         "audio": left_out("models write text alone"),
-        "functions": left_out("tools are not supported"),
-        "function_call": only("none", "tools are not supported"),
+        "functions": left_out("they are tools now"),
+        "function_call": left_out("it is tool_choice now"),
         "prediction": left_out("predictions are not supported"),
         "web_search_options": left_out("there is no search"),
     }
@@ -135,12 +152,25 @@ def _wanted_schema(asked: Mapping[str, Any]) -> str:
     return json.dumps({"type": "object"} if schema is None else schema)
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates take it: its content as one text."""
-    found = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
-    if isinstance(found["content"], list):
-        found["content"] = "\n".join(part["text"] for part in found["content"])
-    return found | ({"role": "system"} if found["role"] == "developer" else {})
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them: the content of each is one text. Raises RequestError."""
+    found = []
+    for message in messages:
+        taken = {name: value for name, value in message.items() if value is not None}
+        if isinstance(taken.get("content"), list):
+            taken["content"] = "\n".join(part["text"] for part in taken["content"])
+        found.append(taken | ({"role": "system"} if taken["role"] == "developer" else {}))
+    return tools.with_calls(found)
+
+
+def _add(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
+    """Add a delta of a stream to a message."""
+    for name, value in delta.items():
+        if name == "tool_calls":
+            calls = [{key: part for key, part in call.items() if key != "index"} for call in value]
+            message[name] = message.get(name, []) + calls
+        else:
+            message[name] = (message.get(name) or "") + value
 
 
 class _Chat:
@@ -156,6 +186,11 @@ class _Chat:
         self.stream: bool = asked.get("stream", False)
         if "stream_options" in asked and not self.stream:
             raise RequestError(400, "stream_options must be left out: stream is not true", "stream_options")
+        self.tools = tools.Tools(asked)
+        if self.tools.forced and _wanted_schema(asked):
+            raise RequestError(400, "response_format must be text: tool_choice forces a call", "response_format")
+        one = asked.get("parallel_tool_calls") is False
+        self._parts = [tools.Parts(self.tools, 1 if one else None) for _ in range(self.n)]
         self._with_usage = (asked.get("stream_options") or {}).get("include_usage", False)
         self.replies = Replies(model, self.n)
         self.head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model.name}
@@ -168,25 +203,55 @@ class _Chat:
         template = dict(asked.get("chat_template_kwargs", {}))
         if "reasoning_effort" in asked:
             template["reasoning_effort"] = asked["reasoning_effort"]
-        messages = [_for_template(message) for message in asked["messages"]]
-        self.ids = await self.model.encode(messages, "messages", template=template)
+        if self.tools.given:
+            template["tools"] = self.tools.given
+        messages = for_template(asked["messages"])
+        try:
+            self.ids = await self.model.encode(messages, "messages", template=template)
+        except RequestError as error:
+            # The template's process names a variable that the template does not read.
+            error.field = next(
+                (
+                    _FIELDS.get(name, f"chat_template_kwargs.{name}")
+                    for name in template
+                    if f"reads no variable {name}:" in error.message
+                ),
+                error.field,
+            )
+            raise
         most = asked.get("max_completion_tokens", asked.get("max_tokens", self.model.llm.context_length))
         logprobs = asked.get("top_logprobs", 0) if asked.get("logprobs") else None
-        made = replace(sampling(asked, most, logprobs), schema=_wanted_schema(asked))
-        await self.model.prepare(made, "response_format")
+        schema = self.tools.schema() or _wanted_schema(asked)
+        made = replace(sampling(asked, most, logprobs), schema=schema)
+        await self.model.prepare(made, "tools" if self.tools.forced else "response_format")
         self.replies.start([self.ids], made, self.n)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer once all replies have come. Raises RequestError."""
-        await self.replies.whole()
+        messages: list[dict[str, Any]] = [
+            {"role": "assistant", "content": None, "refusal": None} for _ in range(self.n)
+        ]
+        async with aclosing(self.replies.pieces()) as pieces:
+            async for number, piece in pieces:
+                for delta in self._deltas(number, piece):
+                    _add(messages[number], delta)
         choices = []
-        for number, stream in enumerate(self.replies.streams):
-            made = stream.completion
-            message = {"role": "assistant", "content": made.text + "".join(made.tool_calls), "refusal": None}
-            message |= {"reasoning_content": made.reasoning} if made.reasoning else {}
-            choices.append(self._choice(number, "message", message) | {"finish_reason": made.finish_reason})
+        for number, message in enumerate(messages):
+            if message["content"] is None and "tool_calls" not in message:
+                message["content"] = ""
+            choices.append(self._choice(number, "message", message) | {"finish_reason": self._reason(number)})
         usage = self.replies.usage([self.ids])
         return {**self.head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+    def _deltas(self, number: int, piece: Piece | None) -> Iterator[dict[str, Any]]:
+        """Yield what a message gets by a piece of its reply, or by its end."""
+        parts = self._parts[number]
+        return parts.push(piece) if piece else parts.end()
+
+    def _reason(self, number: int) -> str:
+        """Return why a reply ended."""
+        reason = self.replies.streams[number].completion.finish_reason
+        return "tool_calls" if reason == "stop" and self._parts[number].called else reason
 
     def _choice(self, number: int, name: str, what: Mapping[str, Any]) -> dict[str, Any]:
         logprobs = self.replies.new_logprobs(number)
@@ -204,12 +269,11 @@ class _Chat:
                 yield self._chunk([self._choice(number, "delta", {"role": "assistant", "content": ""})])
             async with aclosing(self.replies.pieces()) as pieces:
                 async for number, piece in pieces:
+                    for delta in self._deltas(number, piece):
+                        yield self._chunk([self._choice(number, "delta", delta)])
                     if piece is None:
-                        ended = {"finish_reason": self.replies.streams[number].completion.finish_reason}
+                        ended = {"finish_reason": self._reason(number)}
                         yield self._chunk([self._choice(number, "delta", {}) | ended])
-                    else:
-                        name = "reasoning_content" if piece.kind is Kind.REASONING else "content"
-                        yield self._chunk([self._choice(number, "delta", {name: piece.text})])
             if self._with_usage:
                 yield self._chunk([], self.replies.usage([self.ids]))
             yield b"data: [DONE]\n\n"

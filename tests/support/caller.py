@@ -1,0 +1,96 @@
+"""A checkpoint whose weights are constructed: it calls a tool if there is one, and says what came of it.
+
+The embedding of a token is a dimension of its own. The LM head is a table of the token that follows each one. The one
+attention head looks for the results of tools, and if there are none, for tools. What it finds is a dimension, too, and
+decides what follows the beginning of a reply.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from stages.model import families
+from stages.model.families import parse_config
+
+ARGUMENTS = {"city": "Paris", "unit": "°C"}
+CALL = ['{"name": "get_weather", "arguments": {"city": "Paris", ', '"unit": "°C"}}']
+ANSWER = "It is sunny in Paris."
+TOOLS, RESULT, REPLY, END = "<|tools|>", "<|tool|>", "<|assistant|>", "<|end|>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TEMPLATE = """
+{%- if tools %}<|tools|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{{ '<|tool|>' ~ message.name ~ ': ' }}
+    {%- elif message.role == 'assistant' %}{{ '<|assistant|>' }}
+    {%- else %}{{ '<|' ~ message.role ~ '|>' }}{% endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments | tojson }}
+        {{- '}</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def write_caller(directory: Path) -> None:
+    """Write the checkpoint."""
+    directory.mkdir(parents=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: at for at, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(text) for text in (OPEN, CLOSE, *CALL, ANSWER)])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in (TOOLS, RESULT, REPLY, END, "<|user|>", "<|system|>")]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": END}))
+
+    vocabulary = tokenizer.get_vocab_size()
+    called, told, width = vocabulary, vocabulary + 1, vocabulary + 2
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e9,
+        "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.token_to_id(END),
+    }
+    (directory / "config.json").write_text(json.dumps(raw))
+    tensors = {
+        name: np.ones(shape, np.float32) if len(shape) == 1 else np.zeros(shape, np.float32)
+        for name, shape in families.tensors(parse_config(raw, "test")).items()
+    }
+    ids = {text: tokenizer.token_to_id(text) for text in (OPEN, CLOSE, *CALL, ANSWER, TOOLS, RESULT, REPLY, END)}
+    tensors["model.embed_tokens.weight"][:, :vocabulary] = np.eye(vocabulary)
+    attention = "model.layers.0.self_attn"
+    slowest = 7  # the pair of dimensions that positions hardly turn
+    tensors[f"{attention}.q_proj.weight"][slowest, :vocabulary] = 1
+    for text, key, value, found in ((TOOLS, 1.0, 0, called), (RESULT, 2.0, 1, told)):
+        tensors[f"{attention}.k_proj.weight"][slowest, ids[text]] = key
+        tensors[f"{attention}.v_proj.weight"][value, ids[text]] = 1 / 16
+        tensors[f"{attention}.o_proj.weight"][found, value] = 1
+    follows = [(OPEN, CALL[0]), *pairwise(CALL), (CALL[-1], CLOSE), (CLOSE, END), (ANSWER, END)]
+    head = tensors["lm_head.weight"]
+    for text, after in follows:
+        head[ids[after], ids[text]] = 10
+    head[ids[ANSWER], ids[REPLY]] = 3
+    head[ids[OPEN], called] = head[ids[ANSWER], told] = 5
+    save_file({name: each.astype(bfloat16) for name, each in tensors.items()}, directory / "model.safetensors")
