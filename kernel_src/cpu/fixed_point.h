@@ -40,24 +40,23 @@ struct FixedRow {
     }
 };
 
-// The memory of a row, a multiple of 64 bytes: `inputs` of a group.
+// The memory of a row, a multiple of 64 bytes: `inputs` of a group, and of each number its bytes.
 struct FixedSize {
-    int64_t cols, inputs;
+    int64_t cols, inputs, number_bytes = 2;
 
     // Of whole blocks.
     int64_t groups() const { return blocks() * (fixed_inputs / inputs); }
     int64_t blocks() const { return (cols + fixed_inputs - 1) / fixed_inputs; }
     int64_t bytes() const {
-        const int64_t numbers = 2 * blocks() * fixed_inputs, digits = blocks() * digit_groups * sum_digits * sizeof(SumDigit);
+        const int64_t numbers = number_bytes * blocks() * fixed_inputs, digits = blocks() * digit_groups * sum_digits * sizeof(SumDigit);
         return numbers + (4 * (2 * groups() + blocks()) + digits + 63) / 64 * 64;
     }
 
     FixedRow at(uint8_t *memory) const {
-        int16_t *numbers = reinterpret_cast<int16_t *>(memory);
-        int32_t *sums = reinterpret_cast<int32_t *>(numbers + blocks() * fixed_inputs);
+        int32_t *sums = reinterpret_cast<int32_t *>(memory + number_bytes * blocks() * fixed_inputs);
         float *totals = reinterpret_cast<float *>(sums + groups());
         float *units = totals + groups();
-        return {numbers, sums, totals, units, reinterpret_cast<SumDigit *>(units + blocks())};
+        return {reinterpret_cast<int16_t *>(memory), sums, totals, units, reinterpret_cast<SumDigit *>(units + blocks())};
     }
 };
 
@@ -101,10 +100,7 @@ INLINE Narrow narrowed(i32v whole) {
 #endif
 }
 
-// Of `count` numbers, whole vectors.
-INLINE int32_t sum_of(const int16_t *numbers, int64_t count) {
-    i32v sums = {};
-    for (int64_t i = 0; i < count; i += lanes) sums += __builtin_convertvector(load<i16v>(numbers + i), i32v);
+INLINE int32_t sum_of_lanes(i32v sums) {
 #if ISA_LANES == 16
     return _mm512_reduce_add_epi32((__m512i)sums);
 #else
@@ -112,6 +108,13 @@ INLINE int32_t sum_of(const int16_t *numbers, int64_t count) {
     for (int64_t i = 0; i < lanes; i++) sum += sums[i];
     return sum;
 #endif
+}
+
+// Of `count` numbers, whole vectors.
+INLINE int32_t sum_of(const int16_t *numbers, int64_t count) {
+    i32v sums = {};
+    for (int64_t i = 0; i < count; i += lanes) sums += __builtin_convertvector(load<i16v>(numbers + i), i32v);
+    return sum_of_lanes(sums);
 }
 
 // One block of `count` values; out has room for whole vectors. Returns its unit.

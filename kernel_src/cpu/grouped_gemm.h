@@ -13,22 +13,50 @@ static_assert(group_panels % grouped_panels == 0, "a group's panels are whole ti
 static_assert(inputs_per_block % fixed_inputs == 0, "a block is whole blocks of x");
 
 // out[r][16 p + i] += the share of `groups` groups of a tile's panels and of one block of x, for r < R; rows are `out_stride`
-// apart. x: rows `x_stride` apart, and their units `unit_stride` apart.
+// apart, and those of x as TileRows says.
 template <class Format>
 struct WideGroup;
 
-template <class Format>
-struct GroupedTileArgs {
+template <class Row>
+struct TileRows;
+
+template <>
+struct TileRows<FixedRow> {
     const int16_t *x;
     int64_t x_stride;
     const float *unit;
     int64_t unit_stride;
+
+    // From a group on, of rows that are `bytes` apart; groups have `inputs`.
+    INLINE_MEMBER void begin(const FixedRow &first, int64_t bytes, int64_t group, int64_t inputs) {
+        x = first.numbers + group * inputs, x_stride = bytes / 2;
+        unit = first.units + group * inputs / fixed_inputs, unit_stride = bytes / 4;
+    }
+    INLINE_MEMBER void next() { x += x_stride, unit += unit_stride; }
+};
+
+template <int64_t inputs>
+struct TileRows<ByteRow<inputs>> {
+    const ByteGroup<inputs> *x;
+    int64_t x_stride;  // in bytes
+
+    INLINE_MEMBER void begin(const ByteRow<inputs> &first, int64_t bytes, int64_t group, int64_t) {
+        x = first.groups + group, x_stride = bytes;
+    }
+    INLINE_MEMBER const ByteGroup<inputs> *row(int64_t r) const {
+        return reinterpret_cast<const ByteGroup<inputs> *>(reinterpret_cast<const char *>(x) + r * x_stride);
+    }
+    INLINE_MEMBER void next() { x = row(1); }
+};
+
+template <class Format>
+struct GroupedTileArgs : TileRows<RowOf<Format>> {
     const WideGroup<Format> *weights;
     int64_t groups;
     float *out;
     int64_t out_stride;
 
-    INLINE_MEMBER void next_row() { x += x_stride, unit += unit_stride, out += out_stride; }
+    INLINE_MEMBER void next_row() { this->next(), out += out_stride; }
 };
 
 // Sums of a tile, as many rows at a time as registers hold.
@@ -103,6 +131,23 @@ struct WideGroup {
     }
 };
 
+// A group of a tile's panels in quads of bytes, as products with x in 8 bits take them.
+template <class Stored>
+struct WideGroup<A8<Stored>> {
+    static constexpr int64_t quads = Stored::inputs / quad;
+    alignas(line_bytes) uint8_t lines[quads][grouped_panels][line_bytes];
+    float scale[grouped_panels][panel_rows];
+
+    INLINE_MEMBER void widen(const uint8_t *panel, int64_t p, int64_t group) {
+        const uint8_t *numbers = GroupedPanel<Stored>::numbers(panel, group), *own = GroupedPanel<Stored>::scales(panel, group);
+#pragma GCC unroll 8
+        for (int i = 0; i < quads; i++)
+            for (int64_t first = 0; first < panel_rows; first += lanes)
+                store(lines[i][p] + first * quad, Stored::quad_at(numbers, i, first * quad));
+        for (int64_t first = 0; first < panel_rows; first += lanes) store(scale[p] + first, Stored::at(own, first));
+    }
+};
+
 constexpr int64_t product_rows = tile_rows;
 
 template <class Format>
@@ -154,9 +199,54 @@ void grouped_tile(const GroupedTileArgs<Format> &args) {
             add_block(args.out + r * args.out_stride + v * lanes, total[r][v], args.unit[r * args.unit_stride]);
 }
 
+// The same with x in 8 bits.
+template <class Format, int R>
+void byte_tile(const GroupedTileArgs<Format> &args) {
+    using Sum = QuadSum<Format>;
+    f32v total[R][tile_vectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < tile_vectors; v++) total[r][v] = load<f32v>(args.out + r * args.out_stride + v * lanes);
+    for (int64_t g = 0; g < args.groups; g++) {
+        const WideGroup<Format> &weights = args.weights[g];
+        Sum sum[R][tile_vectors];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < tile_vectors; v++) sum[r][v].begin(Format::zero == 0 ? 0 : args.row(r)[g].begin);
+#pragma GCC unroll 8
+        for (int i = 0; i < Sum::quads; i++) {
+            quadv line[tile_vectors];
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < tile_vectors; v++) line[v] = load<quadv>(weights.lines[i][0] + v * lanes * quad);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const typename Sum::Inputs four = Sum::inputs(args.row(r)[g].numbers + i * quad);
+#pragma GCC unroll 8
+                for (int64_t v = 0; v < tile_vectors; v++) sum[r][v].add(i, line[v], four);
+            }
+        }
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < tile_vectors; v++) {
+            const f32v scale = load<f32v>(weights.scale[0] + v * lanes);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                total[r][v] = multiply_add(scale * args.row(r)[g].scale, whole_to_float(sum[r][v].total()), total[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < tile_vectors; v++) store(args.out + r * args.out_stride + v * lanes, total[r][v]);
+}
+
 template <class Format>
 INLINE void multiply_groups(int64_t rows, const GroupedTileArgs<Format> &args) {
-    each_rows(rows, args, [](auto known, const auto &own) { grouped_tile<Format, known.count>(own); });
+    each_rows(rows, args, [](auto known, const auto &own) {
+        if constexpr (takes_bytes<Format>) byte_tile<Format, known.count>(own);
+        else grouped_tile<Format, known.count>(own);
+    });
 }
 
 template <class Format>
@@ -170,7 +260,8 @@ INLINE void multiply_minima(int64_t rows, const MinimaTileArgs &args) {
 // longer than that. A tile of such rows is a panel's, and its rows are as many as leave their sums in registers.
 #if ISA_LANES == 8
 
-constexpr int64_t direct_rows = 4;
+template <class Format>
+constexpr int64_t direct_rows = takes_bytes<Format> ? 0 : 4;
 
 template <class Format>
 constexpr int64_t direct_tile_rows = by_bytes<Format> ? 2 : 4;
@@ -202,6 +293,7 @@ void direct_tile(const uint8_t *panel, int64_t ahead, int64_t group, int64_t unt
 
 #else
 
+template <class Format>
 constexpr int64_t direct_rows = 0;
 
 #endif
@@ -216,7 +308,7 @@ public:
 
     void run(Worker &worker) {
         groups_.divide(worker.threads);
-        direct_ = groups_.rows <= direct_rows;
+        direct_ = groups_.rows <= direct_rows<Format>;
         fix(worker);
         work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
 #if ISA_AMX
@@ -235,13 +327,18 @@ public:
         products_ = reinterpret_cast<float *>(memory + wide_bytes);
     }
 
-    static int64_t kept_bytes(int64_t rows, int64_t cols) { return rows * FixedSize{cols, Format::inputs}.bytes(); }
+    static int64_t kept_bytes(int64_t rows, int64_t cols) { return rows * SizeOf<Format>{cols, Format::inputs}.bytes(); }
     void keep_in(uint8_t *memory, int64_t) { fixed_ = memory; }
     void take(int64_t row, const bf16 *x) {
-        const FixedRow own = size_.at(fixed_ + row * size_.bytes());
-        fix_for<Format>(x, size_, own);
-        if (direct_) split_bytes<Format>(own.numbers, size_.blocks() * fixed_inputs);
-        else split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
+        const RowOf<Format> own = size_.at(fixed_ + row * size_.bytes());
+        if constexpr (takes_bytes<Format>) {
+            take_row<Format>(x, size_, own);
+        } else if (direct_) {
+            take_row<Format>(x, size_, own);
+        } else {
+            fix_for<Format>(x, size_, own);
+            split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
+        }
     }
 
     void turn_to(const Groups &groups, int64_t first, const Epilogue &epilogue) {
@@ -269,7 +366,7 @@ public:
                 if (!direct_)
                     for (int64_t r = 0; r < some; r += product_rows)
                         multiply_rows(row + r, some - r < product_rows ? some - r : product_rows, done, count, products + r * line_width);
-                else if constexpr (direct_rows > 0)
+                else if constexpr (direct_rows<Format> > 0)
                     this->multiply_directly(task.group, row, some, done, count, next, products);
                 if (last) finish(task.group, row, some, products);
             }
@@ -281,6 +378,7 @@ private:
     static constexpr int64_t tiles_across = group_panels / grouped_panels;
     static constexpr int64_t groups_per_block = inputs_per_block / Format::inputs;
     static constexpr int64_t fixed_groups = fixed_inputs / Format::inputs;
+    static constexpr int64_t tile_groups = takes_bytes<Format> ? groups_per_block : fixed_groups;  // that a tile sums at once
     static constexpr int64_t wide_bytes = tiles_across * groups_per_block * sizeof(WideGroup<Format>);
 
     void fix(Worker &worker) {
@@ -293,7 +391,7 @@ private:
         worker.barrier();
     }
 
-    FixedRow fixed(int64_t row) const { return size_.at(fixed_ + (first_ + row) * size_.bytes()); }
+    RowOf<Format> taken(int64_t row) const { return size_.at(fixed_ + (first_ + row) * size_.bytes()); }
 
     // Asks for `next` meanwhile.
     void widen(int64_t column, int64_t first, int64_t count, const Upcoming &next) {
@@ -305,15 +403,12 @@ private:
     }
 
     void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *products) const {
-        const FixedRow x = fixed(row);
+        const RowOf<Format> x = taken(row);
         GroupedTileArgs<Format> args;
-        args.x_stride = size_.bytes() / 2;
-        args.unit_stride = size_.bytes() / 4;
         args.out_stride = line_width;
-        for (int64_t g = 0; g < count; g += fixed_groups) {
-            args.x = x.numbers + (first + g) * Format::inputs;
-            args.unit = x.units + (first + g) / fixed_groups;
-            args.groups = count - g < fixed_groups ? count - g : fixed_groups;
+        for (int64_t g = 0; g < count; g += tile_groups) {
+            args.begin(x, size_.bytes(), first + g, Format::inputs);
+            args.groups = count - g < tile_groups ? count - g : tile_groups;
             for (int64_t tile = 0; tile < tiles_across; tile++) {
                 args.out = products + tile * tile_width;
                 args.weights = wide_[tile] + g;
@@ -335,7 +430,7 @@ private:
                 const int64_t at = steps.first(step);
                 with_rows(steps.first(step + 1) - at, [&](auto known) {
                     if constexpr (known.count <= direct_tile_rows<Format>)
-                        direct_tile<Format, known.count>(panel, ahead, first, first + count, {fixed(row + at), size_.bytes()},
+                        direct_tile<Format, known.count>(panel, ahead, first, first + count, {taken(row + at), size_.bytes()},
                                                          products + at * line_width + p * panel_rows, line_width);
                 });
                 ahead = 0;
@@ -352,7 +447,7 @@ private:
     void finish_rows(int64_t column, int64_t row, int64_t rows, float *products) {
         float least[product_rows * line_width];
         for (int64_t tile = 0; Format::has_minimum && tile < tiles_across; tile++) {
-            MinimaTileArgs args = {{fixed(row), size_.bytes()}, {}, group_count<Format>(size_.cols), least + tile * tile_width, line_width};
+            MinimaTileArgs args = {{fixed_of(taken(row)), size_.bytes()}, {}, group_count<Format>(size_.cols), least + tile * tile_width, line_width};
             for (int64_t p = 0; p < grouped_panels; p++) args.panels[p] = groups_.panel(column, tile * grouped_panels + p);
             multiply_minima<Format>(rows, args);
         }
@@ -367,7 +462,7 @@ private:
 
     const bf16 *x_;
     PanelGroups<uint8_t, Epilogue> groups_;
-    FixedSize size_;
+    SizeOf<Format> size_;
     Epilogue epilogue_;
     uint8_t *fixed_ = nullptr;
     int64_t first_ = 0;

@@ -189,6 +189,127 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, cons
 
 #endif
 
+// A group's sum of products with x in 8 bits, of a vector of outputs: quads of weights are added to it in their order.
+template <class Format>
+struct QuadSum {
+    static constexpr int quads = Format::inputs / quad;
+
+#if ISA_LANES == 16
+    using Inputs = __m512i;
+    __m512i sum;
+
+    INLINE Inputs inputs(const int8_t *x) { return (__m512i)four_of(x); }
+    INLINE_MEMBER void begin(int32_t first) { sum = _mm512_set1_epi32(first); }
+    INLINE_MEMBER void add(int, quadv numbers, Inputs x) { sum = _mm512_dpbusd_epi32(sum, (__m512i)numbers, x); }
+    INLINE_MEMBER i32v total() const { return (i32v)sum; }
+#else
+    static constexpr int narrow_quads = ISA_LANES == 8 ? quads_in_16_bits<Format>(most_byte) : 0;
+
+    // Of four inputs, the low bytes of two pairs, and the high ones.
+    struct Inputs {
+        i32v first, second;
+    };
+
+    struct PairSum {
+        i32v wide;
+
+        INLINE_MEMBER void add(int i, quadv numbers, const Inputs &x) {
+            const i32v some = multiply_pairs(numbers & 0xff, x.first, i == 0 ? i32v{} : wide);
+            wide = multiply_pairs(numbers >> 8, x.second, some);
+            settle(wide);
+        }
+    };
+
+    int32_t start;
+#if ISA_LANES == 8
+    std::conditional_t<(narrow_quads > 0), ByteSum<(narrow_quads > 0 ? narrow_quads : 1), quads>, PairSum> sum;
+#else
+    PairSum sum;
+#endif
+
+    INLINE Inputs inputs(const int8_t *x) {
+        typedef int16_t pairv __attribute__((vector_size(lanes * 4)));
+        const pairv four = (pairv)four_of(x);
+        if (narrow_quads > 0) return {(i32v)four, i32v{}};
+        return {(i32v)((four << 8) >> 8), (i32v)(four >> 8)};
+    }
+
+    INLINE_MEMBER void begin(int32_t first) { start = first; }
+    INLINE_MEMBER void add(int i, quadv numbers, const Inputs &x) {
+#if ISA_LANES == 8
+        if constexpr (narrow_quads > 0) return sum.add(i, (__m256i)numbers, (__m256i)x.first);
+        else
+#endif
+            sum.add(i, numbers, x);
+    }
+    INLINE_MEMBER i32v total() const { return start + (i32v)sum.wide; }
+#endif
+};
+
+// sums[P * sum_vectors] of a group of P panels, `size` bytes apart, times group g of a row: as group_sums.
+template <class Format, class Some, bool fetch>
+INLINE void sums_of_group(const FixedRow &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
+    group_sums<Format, Some, fetch>(numbers, size, ahead, x.numbers + g * Format::inputs, x.sums[g], sums);
+}
+
+template <class Format, class Some, bool fetch>
+INLINE void sums_of_group(const ByteRow<Format::inputs> &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
+    constexpr int P = Some::value, V = P * sum_vectors;
+    constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
+    QuadSum<Format> sum[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) sum[v].begin(x.groups[g].begin);
+#pragma GCC unroll 8
+    for (int i = 0; i < quads; i++) {
+        const typename QuadSum<Format>::Inputs four = QuadSum<Format>::inputs(x.groups[g].numbers + i * quad);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const uint8_t *own = numbers + v / sum_vectors * size;
+            if (fetch && i % per_line == 0 && v % sum_vectors == 0)
+                prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead + v / sum_vectors * Some::skew);
+            sum[v].add(i, Format::quad_at(own, i, v % sum_vectors * lanes * quad), four);
+        }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) sums[v] = sum[v].total();
+}
+
+// The total of groups with group g, whose sum is `sum`: as add_group of grouped.h.
+template <class Format>
+INLINE f32v add_group(f32v total, i32v sum, const FixedRow &, int64_t, const uint8_t *own, int64_t first) {
+    return add_group<Format>(total, sum, own, first);
+}
+
+template <class Format>
+INLINE f32v add_group(f32v total, i32v sum, const ByteRow<Format::inputs> &x, int64_t g, const uint8_t *own, int64_t first) {
+    return multiply_add(Format::at(own, first) * x.groups[g].scale, whole_to_float(sum), total);
+}
+
+// The total of groups where a block of x begins, and what becomes of it where the block ends: in fixed point blocks are
+// summed in units of their own, in bytes the total goes on.
+template <class Format>
+INLINE f32v begin_block(const float *sums) {
+    return takes_bytes<Format> ? load<f32v>(sums) : f32v{};
+}
+
+template <class Format>
+INLINE void end_block(float *sums, f32v total, const RowOf<Format> &x, int64_t block) {
+    if constexpr (takes_bytes<Format>) store(sums, total);
+    else add_block(sums, total, x.units[block]);
+}
+
+// A row of x as products of one row take it.
+template <class Format>
+INLINE void take_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
+    fix_for<Format>(x, size, row);
+    split_bytes<Format>(row.numbers, size.blocks() * fixed_inputs);
+}
+
+template <class Format>
+INLINE void take_row(const bf16 *x, const ByteSize<Format::inputs> &size, const ByteRow<Format::inputs> &row) {
+    quantise_groups<Format>(x, size, row);
+}
+
 // Where vector v of the sums of several panels is: its panel's scales of a group, and its first output there.
 template <class Format>
 struct PanelScales {
@@ -229,7 +350,7 @@ INLINE int64_t groups_ahead() {
 
 // sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
 template <class Format, class Some>
-void grouped_panels_times_vector(const uint8_t *first, int64_t size, const FixedRow &x, int64_t groups, float *sums,
+void grouped_panels_times_vector(const uint8_t *first, int64_t size, const RowOf<Format> &x, int64_t groups, float *sums,
                                  const After<uint8_t> &after) {
     using Panel = GroupedPanel<Format>;
     constexpr int P = Some::value;
@@ -245,8 +366,9 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
     for (int64_t i = 0; i < P * panel_rows; i++) sums[i] = 0;
     for (int64_t from = 0; from < groups; from += block_groups) {
         const int64_t until = from + block_groups < groups ? from + block_groups : groups;
-        const float unit = x.units[from / block_groups];
-        f32v total[vectors] = {};
+        f32v total[vectors];
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < vectors; v++) total[v] = begin_block<Format>(sums + v * lanes);
         MinimaOfBlock<Format, vectors> least = {};
         for (int64_t g = from; g < until; g++) {
             if (g == near_end) {
@@ -255,29 +377,28 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
                 offset = distance == 0 ? 0 : -near_end;
             }
             if constexpr (whole_minima<Format>)
-                if (g % quad == 0) least.add(panels, x, g);
+                if (g % quad == 0) least.add(panels, fixed_of(x), g);
             const uint8_t *numbers = Panel::numbers(first, g);
             const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
-            const int16_t *part = x.numbers + g * Format::inputs;
             i32v sum[vectors];
             if (!asks && g < near_end) {
-                group_sums<Format, Some, false>(numbers, size, ahead, part, x.sums[g], sum);
+                sums_of_group<Format, Some, false>(x, g, numbers, size, ahead, sum);
             } else {
                 prefetch_scales<Format, Some>(fetched, size, g + offset);
-                group_sums<Format, Some, true>(numbers, size, ahead, part, x.sums[g], sum);
+                sums_of_group<Format, Some, true>(x, g, numbers, size, ahead, sum);
             }
 #pragma GCC unroll 8
             for (int64_t v = 0; v < vectors; v++) {
                 const PanelScales<Format> scales(first, size, g, v);
-                total[v] = add_group<Format>(total[v], sum[v], scales.own, scales.output);
+                total[v] = add_group<Format>(total[v], sum[v], x, g, scales.own, scales.output);
             }
         }
 #pragma GCC unroll 8
-        for (int64_t v = 0; v < vectors; v++) add_block(sums + v * lanes, total[v], unit);
+        for (int64_t v = 0; v < vectors; v++) end_block<Format>(sums + v * lanes, total[v], x, from / block_groups);
         if constexpr (whole_minima<Format>)
-            least.finish(unit, minima[0]);
+            least.finish(fixed_of(x).units[from / block_groups], minima[0]);
         else if constexpr (Format::has_minimum)
-            add_minima<Format, 1, vectors>(panels, {x, 0}, from, until, minima);
+            add_minima<Format, 1, vectors>(panels, {fixed_of(x), 0}, from, until, minima);
     }
     for (int64_t p = 0; p < P; p++)
         finish_sums<Format>(first + p * size, sums + p * panel_rows, reinterpret_cast<const float *>(minima[0] + p * sum_vectors));
@@ -316,10 +437,9 @@ private:
     }
 
     void prepare(const bf16 *x, Worker &worker) {
-        const FixedSize size{cols_, Format::inputs};
+        const SizeOf<Format> size{cols_, Format::inputs};
         x_ = size.at(worker.scratch<uint8_t>(size.bytes()));
-        fix_for<Format>(x, size, x_);
-        split_bytes<Format>(x_.numbers, size.blocks() * fixed_inputs);
+        take_row<Format>(x, size, x_);
     }
 
     template <class Some>
@@ -341,7 +461,7 @@ private:
     const uint8_t *const *weights_;
     int64_t out_cols_, cols_;
     Epilogue epilogue_;
-    FixedRow x_ = {};
+    RowOf<Format> x_ = {};
 };
 
 }  // namespace

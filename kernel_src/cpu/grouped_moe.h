@@ -11,6 +11,7 @@
 #include "pairs.h"
 #include "grouped.h"
 #include "minima.h"
+#include "byte_rows.h"
 #include "grouped_gemv.h"
 #include "grouped_gemm.h"
 #include "w8a8.h"
@@ -25,17 +26,16 @@ template <class Format>
 struct GroupedVector {
     using Weight = uint8_t;
     static constexpr bool paired = narrow_streams == 2;
-    FixedRow x;
+    RowOf<Format> x;
     int64_t cols;
 
-    static int64_t bytes(int64_t cols) { return FixedSize{cols, Format::inputs}.bytes(); }
+    static int64_t bytes(int64_t cols) { return SizeOf<Format>{cols, Format::inputs}.bytes(); }
     static int64_t panel_elements(int64_t cols) { return GroupedPanel<Format>::size(cols); }
 
     static GroupedVector take(const bf16 *x, int64_t cols, uint8_t *memory) {
-        const FixedSize size{cols, Format::inputs};
-        const FixedRow row = size.at(memory);
-        fix_for<Format>(x, size, row);
-        split_bytes<Format>(row.numbers, size.blocks() * fixed_inputs);
+        const SizeOf<Format> size{cols, Format::inputs};
+        const RowOf<Format> row = size.at(memory);
+        take_row<Format>(x, size, row);
         return {row, cols};
     }
 

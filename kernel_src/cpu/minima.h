@@ -9,6 +9,10 @@ namespace {
 template <class Format>
 constexpr bool whole_minima = Format::has_minimum && Format::factors != 0;
 
+// The first digit that a sum of a group may have.
+template <class Format>
+constexpr int64_t first_digit = 0;
+
 static_assert(most_fixed * fixed_inputs * 255 <= INT32_MAX, "minima times the sums of a block have 32 bits");
 
 // Rows of x, `bytes` apart in memory.
@@ -48,15 +52,21 @@ INLINE SumDigit *digits_of(const FixedRow &row, int64_t group) {
     return row.digits + group / digit_groups * digit_groups * sum_digits + group % digit_groups;
 }
 
-// Fixes a row of x, as products with a format need it.
+// The digits of a row's sums, where minima are multiplied with them.
 template <class Format>
-INLINE void fix_for(const bf16 *x, const FixedSize &size, const FixedRow &row) {
-    fix_row(x, size, row);
+INLINE void split_sums(const FixedSize &size, const FixedRow &row) {
     for (int64_t g = 0; whole_minima<Format> && g < size.groups(); g += lanes) {
         SumDigit *digits = digits_of(row, g);
         i32v sums = load<i32v>(row.sums + g);
         for (int64_t digit = sum_digits - 1; digit >= 0; digit--) sums = split_digit(sums, digits + digit * digit_groups);
     }
+}
+
+// Fixes a row of x, as products with a format need it.
+template <class Format>
+INLINE void fix_for(const bf16 *x, const FixedSize &size, const FixedRow &row) {
+    fix_row(x, size, row);
+    split_sums<Format>(size, row);
 }
 
 // Vector v of the outputs of some panels: minima from `group` on, as many as a vector has.
@@ -73,10 +83,10 @@ INLINE void add_minima(const uint8_t *const *panels, const FixedRows &x, int64_t
         const int64_t block = from * Format::inputs / fixed_inputs;
         i32v sum[R][V] = {};
 #pragma GCC unroll 4
-        for (int64_t digit = 0; digit < sum_digits; digit++) {
+        for (int64_t digit = first_digit<Format>; digit < sum_digits; digit++) {
             const int64_t digits = (block * sum_digits + digit) * digit_groups - from;
 #pragma GCC unroll 8
-            for (int r = 0; digit != 0 && r < R; r++)
+            for (int r = 0; digit != first_digit<Format> && r < R; r++)
 #pragma GCC unroll 8
                 for (int64_t v = 0; v < V; v++) sum[r][v] <<= digit_bits;
             for (int64_t g = from; g < until; g += quad)
@@ -117,7 +127,7 @@ struct MinimaOfBlock {
         for (int64_t v = 0; v < V; v++) {
             const quadv four = minima_at<Format, quadv>(panels, group, v);
 #pragma GCC unroll 4
-            for (int64_t digit = 0; digit < sum_digits; digit++)
+            for (int64_t digit = first_digit<Format>; digit < sum_digits; digit++)
                 sum[v][digit] = multiply_digits(four, digits + digit * digit_groups, sum[v][digit]);
         }
     }
@@ -125,8 +135,8 @@ struct MinimaOfBlock {
     INLINE_MEMBER void finish(float unit, f32v *total) {
 #pragma GCC unroll 8
         for (int64_t v = 0; v < V; v++) {
-            i32v whole = sum[v][0];
-            for (int64_t digit = 1; digit < sum_digits; digit++) whole = (whole << digit_bits) + sum[v][digit];
+            i32v whole = sum[v][first_digit<Format>];
+            for (int64_t digit = first_digit<Format> + 1; digit < sum_digits; digit++) whole = (whole << digit_bits) + sum[v][digit];
             total[v] = multiply_add(splat(unit), whole_to_float(whole), total[v]);
         }
     }

@@ -80,8 +80,8 @@ def policies(build: Build) -> list[Policy]:
     """Return the policy of `weights=`, or one for each format that the target has kernels for."""
     if build.options.weights:
         return [build.policy]
-    formats = (name for name in matrix_formats() if build.target.runs(name))
-    return [build.multiplied(parse_policy(name, build.options.kv)) for name in formats]
+    options, formats = build.options, (name for name in matrix_formats() if build.target.runs(name))
+    return [build.multiplied(parse_policy(name, options.kv, activations=options.activations)) for name in formats]
 
 
 def needs_of(build: Build, policy: Policy) -> Needs:
@@ -190,6 +190,7 @@ def measure(build: Build, needs: Needs, context: int) -> Took:
             "target": build.target.name,
             "weights": needs.policy.text,
             "kv": options.kv,
+            "activations": needs.policy.activations,
             "npu.buckets": options.buckets,
             "context": str(options.context),
             "artifacts": root,

@@ -36,7 +36,7 @@ def run(build: Build) -> None:
     ids = tokenizer.encode(read_text(Path(options.text) if options.text else TEXT), special_tokens=True)
     parts = windows(ids, ALL_WINDOWS if options.full else WINDOWS, source.config.max_seq)
     chosen = [options.weights] if options.weights else [name for name in matrix_formats() if name != "bf16"]
-    policies = [parse_policy(text) for text in chosen]
+    policies = [parse_policy(text, activations=options.activations) for text in chosen]
     # List all of them first, so that what is missing is refused at once.
     compared = [*ours(build, source, policies), *of_peers(build, policies)]
     exact, results = list(transformers_model.logits(source, source.tensor, parts)), []
@@ -44,7 +44,7 @@ def run(build: Build) -> None:
         print(f"against the checkpoint in float32, {sum(map(len, parts))} tokens\n{TABLE.header()}", flush=True)
         print(_row("the checkpoint", "", measure(exact, exact, parts)), flush=True)
     for rounded in compared:
-        lost = measure(transformers_model.logits(source, rounded.values, parts), exact, parts)
+        lost = measure(transformers_model.logits(source, rounded.values, parts, inputs=rounded.inputs), exact, parts)
         results.append({"weights": rounded.name, "bits": rounded.bits} | asdict(lost))
         if not options.json:
             print(_row(rounded.name, f"{rounded.bits:.2f}", lost), flush=True)

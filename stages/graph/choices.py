@@ -74,10 +74,14 @@ class Choices:
         if not self.target.caches(self.options.kv):
             raise UserError(f"kv={self.options.kv}: target {self.target.name} has no kernels for it: choose target=cpu")
         if self.options.weights:
-            policy = self.target.checked(parse_policy(self.options.weights, self.options.kv))
+            policy = self._chosen_policy()
         else:
-            policy = replace(self._held_policy(), kv=self.options.kv)
-        return self.multiplied(policy)
+            policy = replace(self._held_policy(), kv=self.options.kv, activations=self.options.activations)
+        return self.multiplied(self.target.checked(policy))
+
+    def _chosen_policy(self) -> Policy:
+        options = self.options
+        return parse_policy(options.weights, options.kv, activations=options.activations)
 
     def multiplied(self, policy: Policy) -> Policy:
         """Return a policy with the `matmul` of the options, or the usual one."""
@@ -138,7 +142,7 @@ class Choices:
         weights are calibrated on, if any.
         """
         text = f"-calibrated-{safe_name(Path(self.options.calibrate).stem)}" if self.options.calibrate else ""
-        return f"{self.target.name}{parse_policy(self.options.weights, self.options.kv).suffix}{text}"
+        return f"{self.target.name}{self._chosen_policy().suffix}{text}"
 
     @cached_property
     def directory(self) -> Path:
@@ -228,12 +232,10 @@ class Choices:
             "revision": options.revision,
             "lora": ",".join(each["name"] for each in self.adapters),
             "target": self.target.name,
-            "weights": policy.text,
-            "kv": policy.kv,
+            **policy.recorded,
             "calibrate": Path(options.calibrate).name,
             "ignore": options.ignore,
             "buckets": self.buckets,
             "context": self.context,
             "grouping": self.grouping_name,
-            "matmul": policy.matmul,
         }

@@ -15,6 +15,7 @@ from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
 from stages.model.buffers import PACKED, PLANNED
 from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
+from stages.model.policy import BF16
 from stages.weights.formats import formats
 
 Spec = Mapping[str, Any]
@@ -46,6 +47,7 @@ def write_manifest(
     described = describe(directory, programs, target)
     described["model"] = {
         **{"name": model, "weights": plan["weights"], "kv": plan["kv"]},
+        **({} if plan["activations"] == BF16.activations else {"activations": plan["activations"]}),
         **({"calibration": read_json(directory / CALIBRATION)} if calibrated else {}),
         **({"adapters": adapters} if adapters else {}),
         **_read_model(directory, plan),

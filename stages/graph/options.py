@@ -28,7 +28,7 @@ from llama_npu2.options import (
     option,
     options_of,
 )
-from stages.kernels import KV_FORMATS
+from stages.kernels import ACTIVATIONS, KV_FORMATS
 
 INCLUDE = "weights"
 """What `push` and `cache=` give to others only if asked, where the checkpoint is not public."""
@@ -81,6 +81,7 @@ class Options(Sampling, Running, Answering, Listening, Signers):
     ignore: str = _option("ignore")
     weights: str = _option("weights", examples=_weights)
     kv: str = _option("kv", choices=tuple(KV_FORMATS))
+    activations: str = _option("activations", choices=tuple(ACTIVATIONS))
     calibrate: str = _option("calibrate")
     context: int = _option("context")
     buckets: str = _option("buckets")

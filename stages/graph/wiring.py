@@ -166,8 +166,11 @@ class Wiring:
 
     def _plan(self) -> Step:
         policy = self.build.policy
-        chosen: dict[str, Any] = {"buckets": self.build.buckets, "weights": policy.text, "kv": policy.kv}
-        chosen |= {"context": self.build.context, "matmul": policy.matmul}
+        chosen: dict[str, Any] = {
+            "buckets": self.build.buckets,
+            "context": self.build.context,
+            "policy": policy.recorded,
+        }
         action = partial(write_plan, self.directory, self.grouping, self.target.kernel_set, **chosen)
         params = {"grouping": asdict(self.grouping), "set": self.target.kernel_set, **chosen}
         doc = "Derive the buffers and the order of calls."
@@ -261,9 +264,7 @@ class Wiring:
         room = library.target.modules
         options = {
             "grouping": self.grouping_name,
-            "matmul": self.build.policy.matmul,
-            "weights": self.build.policy.text,
-            "kv": self.build.policy.kv,
+            "policy": self.build.policy.recorded,
             "context": self._context,
             "sets": library.sets,
         }

@@ -136,6 +136,8 @@ class Kernel:
     """The numpy function that computes the same."""
     stored: str = "bf16"
     """The format of its weights or of its KV cache."""
+    activations: str = "bf16"
+    """How a product with group-wise weights takes `x`, as `activations=` says it."""
     attends: bool = False
     """Whether it is attention, with `heads` heads of `head_dim`."""
     derived: Mapping[str, Callable[[Sizes], int]] = field(default_factory=dict, compare=False)
@@ -158,7 +160,7 @@ class Kernel:
     @property
     def name(self) -> str:
         """Its name, which is also that of the host's C++ function."""
-        return format_kernel(self.operation, self.stored)
+        return format_kernel(self.operation, self.stored, self.activations)
 
     @property
     def on_array(self) -> tuple[str, ...]:
@@ -174,12 +176,26 @@ class Kernel:
         return next(arg for arg in self.args if arg.name == name)
 
 
-def format_kernel(operation: str, stored: str) -> str:
+ACTIVATIONS = {"bf16": "", "int8": "_a8"}
+"""How products with group-wise weights take their other operand, as `activations=` says it -> what the names of their
+kernels have after the format."""
+
+
+def format_kernel(operation: str, stored: str, activations: str = "bf16") -> str:
     """Return the name of the kernel that does `operation` on weights, or a KV cache, in the format `stored`.
 
-    ("gemm", "int4") -> "int4_gemm", ("gemm", "bf16") -> "gemm".
+    ("gemm", "int4") -> "int4_gemm", ("gemm", "int4", "int8") -> "int4_a8_gemm", ("gemm", "bf16") -> "gemm".
     """
-    return operation if stored == "bf16" else f"{stored}_{operation}"
+    return operation if stored == "bf16" else f"{stored}{ACTIVATIONS[activations]}_{operation}"
+
+
+def kernel_for(operation: str, stored: str, activations: str) -> Kernel | None:
+    """Return the kernel that does `operation` on weights or a cache in the format `stored`, if there is one.
+
+    It takes `activations` where such weights have products that do, and 16 bits elsewhere.
+    """
+    known = kernels()
+    return known.get(format_kernel(operation, stored, activations)) or known.get(format_kernel(operation, stored))
 
 
 def matrix(name: str) -> Arg:

@@ -6,6 +6,7 @@ each format of `GROUPED` and for w8a8. `kernel_src/cpu/<format>.cc` and `<format
 
 - on the host, every kernel of `gemm`, `gemv`, `embed` and `experts` that reads a bf16 weight in panels, here in the
   format's panels: `int4_gemm`, `int4_gemm_add`, `int4_gemm_silu`, `int4_gemv`, `int4_embed`, `int4_moe_gemv`, ...
+- on the host, but for w8a8, the same products with `x` in 8 bits: `int4_a8_gemm`, `int4_a8_moe_gemv`, ...
 
 and if the array reads the format (`Format.cut` is given: int4, int6 and int8)
 
@@ -36,6 +37,7 @@ from stages.kernels import (
     bias,
     experts,
     feed_forward,
+    format_kernel,
     gemm,
     gemv,
     grouped_gemv,
@@ -121,22 +123,44 @@ def integer_product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return sums.astype(np.float32) * scale * scales[:, 0]
 
 
-def _in_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
-    """Return the reference of `kernel` in w8a8, which multiplies whole numbers. An embedding lookup is dequantised."""
+def in_bytes(x: np.ndarray, inputs: int) -> np.ndarray:
+    """Return rows rounded to 8 bits, f32 `[..., cols]`; each `inputs` of a row, bf16 `[..., cols]`, have a scale."""
+    cols = x.shape[-1]
+    padded = np.zeros((*x.shape[:-1], -(-cols // inputs), inputs), np.float32)
+    padded.reshape(*x.shape[:-1], -1)[..., :cols] = x
+    numbers, scales = w8a8.quantise_rows(padded)
+    return (numbers * scales).reshape(*x.shape[:-1], -1)[..., :cols]
+
+
+def byte_product(x: np.ndarray, weight: np.ndarray, stored: Format) -> np.ndarray:
+    """Return the product of `x` in 8 bits, by groups as `weight` has them, with the weight, f32 `[..., out_cols]`.
+
+    `x`: bf16 `[..., cols]`; `weight`: stored, `[out_cols, bytes]`.
+    """
+    product: np.ndarray = in_bytes(x, stored.values) @ stored.dequantise(weight, x.shape[-1]).T
+    return product
+
+
+Product = Callable[["np.ndarray", "np.ndarray"], "np.ndarray"]
+"""bf16 `[..., cols]` times stored weights, f32."""
+
+
+def _in_eight_bits(kernel: Kernel, stored: Format, product: Product) -> Callable[..., Any]:
+    """Return the reference of `kernel` with `product`, which rounds `x`. An embedding lookup is dequantised."""
 
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
         inputs = dict(zip((arg.name for arg in kernel.args if not arg.written), tensors, strict=False))
         if kernel.source == experts.SOURCE:
             more = {"activation": scalars["activation"]} if "activation" in scalars else {}
-            return kernel.reference(**inputs, **more, product=integer_product)
+            return kernel.reference(**inputs, **more, product=product)
         if "x" not in inputs:
             return _dequantised(kernel, stored)(*tensors, **scalars)
-        products = [integer_product(inputs["x"], inputs[arg.name]) for arg in kernel.args if arg.matrix]
+        products = [product(inputs["x"], inputs[arg.name]) for arg in kernel.args if arg.matrix]
         if kernel.arg("out").format == "f32":
             return products[0]
         if "bias" in inputs:
             products[0] += inputs["bias"].astype(np.float32)
-        rounded = [product.astype(ml_dtypes.bfloat16) for product in products]
+        rounded = [sums.astype(ml_dtypes.bfloat16) for sums in products]
         if "residual" in inputs:
             return add.reference(inputs["residual"], rounded[0])
         return (
@@ -178,6 +202,16 @@ def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[...
             tiling=_gemv_tiling(kernel, stored) if on_array else None,
             program=_gemv_program if on_array else None,
         )
+
+
+def _byte_products(stored: Format) -> Iterator[Kernel]:
+    """Yield the host's products that take `x` in 8 bits, and the weights of a format in panels."""
+    product = functools.partial(byte_product, stored=stored)
+    for kernel in _products(replace(stored, cut=None), lambda kernel, stored: _in_eight_bits(kernel, stored, product)):
+        if any(arg.name == "x" for arg in kernel.args):
+            family = experts.SOURCE if kernel.source.endswith(experts.SOURCE) else ""
+            source = format_kernel(family, stored.name, "int8").rstrip("_")
+            yield replace(kernel, activations="int8", source=source)
 
 
 def _tile_sources(kernel: Kernel) -> tuple[str, ...]:
@@ -305,7 +339,11 @@ def _panels(cut_of: Callable[[Sizes], Cut], start: Callable[[Sizes], int], step:
 
 def _kernels() -> Iterator[Kernel]:
     for stored in (*GROUPED, w8a8.FORMAT):
-        yield from _products(stored, _in_integers if stored is w8a8.FORMAT else _dequantised)
+        if stored is w8a8.FORMAT:
+            yield from _products(stored, lambda kernel, own: _in_eight_bits(kernel, own, integer_product))
+            continue
+        yield from _products(stored, _dequantised)
+        yield from _byte_products(stored)
         if stored.cut is not None:
             yield from _vocabulary_kernels(stored)
             yield from _unpacking_kernels(stored)

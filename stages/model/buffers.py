@@ -102,6 +102,7 @@ PLANNED = record(
         "weights": string,
         "kv": string,
         "matmul": string,
+        "activations": string,
         "context": whole(1, 1 << 31),
         "buffers": BUFFERS,
         "phases": mapping(PHASE_TEXT, list_of(_CALL)),

@@ -86,14 +86,12 @@ def write_plan(
     kernel_set: str,
     work: Path,
     buckets: Sequence[int],
-    weights: str,
-    kv: str,
     context: int,
-    matmul: str,
+    policy: Mapping[str, str],
 ) -> None:
     """Step action: write the plan for the configuration in the artifact `directory`, as JSON.
 
-    `weights`, `kv` and `matmul` are those of a policy, `context` is that of `Config.within`.
+    `policy` is `Policy.recorded`, `context` is that of `Config.within`.
     """
     known = read_config(directory / CONFIG)
     config, short = known.within(context), known.decoder.short_context
@@ -105,9 +103,8 @@ def write_plan(
             file=sys.stderr,
             flush=True,
         )
-    plan = make_plan(config, grouping, kernel_set, buckets, parse_policy(weights, kv, matmul))
+    plan = make_plan(config, grouping, kernel_set, buckets, parse_policy(**policy))
     buffers = {name: asdict(buffer) for name, buffer in plan.buffers.items()}
-    policy = {"weights": weights, "kv": kv, "matmul": matmul}
     write_json(
         work / PLAN, {"buffers": buffers, "phases": plans_json(plan.phases), **policy, "context": config.max_seq}
     )

@@ -1,7 +1,8 @@
 """The quantisation policy: the format of each weight and of the KV cache.
 
 `weights=int4` names one format for all matrices, `weights=int4,w_down=int8,vocab=bf16` exceptions by slot, and
-`w_down.0.1=bf16` exceptions in single layers; `kv=int8` names the format of the KV cache.
+`w_down.0.1=bf16` exceptions in single layers; `kv=int8` names the format of the KV cache. `activations=int8` says that
+products with group-wise weights round what they multiply to 8 bits.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Policy:
     makes of weights in every format."""
     in_layers: Mapping[LayerSlot, str] = field(default_factory=dict, hash=False)
     """Format by slot and layer: exceptions in single layers."""
+    activations: str = "bf16"
+    """How the host's products with group-wise weights take their other operand, as `activations=` says it."""
 
     @property
     def text(self) -> str:
@@ -70,7 +73,13 @@ class Policy:
     def suffix(self) -> str:
         """The end of the name of a directory that is built by it: empty where all is bf16."""
         weights = "" if self.text == BF16.text else "-" + self.text.replace(",", "_").replace("=", "-")
-        return weights + ("" if self.kv == BF16.kv else f"-kv-{self.kv}")
+        activations = "" if self.activations == BF16.activations else f"-activations-{self.activations}"
+        return weights + activations + ("" if self.kv == BF16.kv else f"-kv-{self.kv}")
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """The arguments of `parse_policy` that make this policy."""
+        return {"weights": self.text, "kv": self.kv, "matmul": self.matmul, "activations": self.activations}
 
     @property
     def cache(self) -> str:
@@ -135,25 +144,25 @@ class Policy:
 BF16 = Policy()
 
 
-def parse_policy(text: str, kv: str = "bf16", matmul: str = "bf16") -> Policy:
-    """Return the policy of `weights=` (bf16 if empty), `kv=` and `npu.matmul=`. Raises UserError."""
-    matrices, *rest = text.split(",") if text else ("bf16",)
+def parse_policy(weights: str, kv: str = "bf16", matmul: str = "bf16", activations: str = "bf16") -> Policy:
+    """Return the policy of `weights=` (bf16 if empty), `kv=`, `npu.matmul=` and `activations=`. Raises UserError."""
+    matrices, *rest = weights.split(",") if weights else ("bf16",)
     _check_known("weights", matrices, matrix_formats())
     exceptions: dict[str, str] = {}
     in_layers: dict[LayerSlot, str] = {}
     for exception in rest:
         where, _, name = exception.partition("=")
         slot, *layers = where.split(".")
-        _check_known(f"weights={text}", slot, _slots())
+        _check_known(f"weights={weights}", slot, _slots())
         # No model has a thousand layers.
         if layers and not (slot in MATRICES and all(re.fullmatch("[0-9]{1,3}", layer) for layer in layers)):
-            raise UserError(f"weights={text}: {where}: weights of layers are named as in w_down.0.1")
-        _check_known(f"weights={text}", name, matrix_formats())
+            raise UserError(f"weights={weights}: {where}: weights of layers are named as in w_down.0.1")
+        _check_known(f"weights={weights}", name, matrix_formats())
         if layers:
             in_layers |= {LayerSlot(slot, int(layer)): name for layer in layers}
         else:
             exceptions[slot] = name
-    return Policy(matrices, exceptions, kv, matmul, in_layers)
+    return Policy(matrices, exceptions, kv, matmul, in_layers, activations)
 
 
 def held_policy(checkpoint: Checkpoint, usable: Callable[[str], bool]) -> Policy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stages.kernels import format_kernel, kernels
+from stages.kernels import kernel_for
 from stages.model.part import KV, Launch, Part, Slot
 from stages.model.policy import Policy
 
@@ -23,7 +23,9 @@ def stored(part: Part, policy: Policy) -> Part:
         bound = [(arg, by_name[launch.args[arg.name]]) for arg in launch.kernel.args]
         matrices = {slot.format for arg, slot in bound if arg.matrix}
         (name,) = matrices or {slot.format for _, slot in bound if slot.keeps == KV} or {"bf16"}
-        return replace(launch, kernel=kernels()[format_kernel(launch.kernel.operation, name)])
+        chosen = kernel_for(launch.kernel.operation, name, policy.activations)
+        assert chosen is not None, f"{launch.kernel.operation} with {name}"
+        return replace(launch, kernel=chosen)
 
     return replace(part, slots=slots, launches=tuple(map(with_kernel, part.launches)))
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_npu2.errors import UserError
-from stages.kernels import KV_FORMATS, format_kernel, kernels
+from stages.kernels import KV_FORMATS, format_kernel, kernel_for, kernels
 from stages.model.config import Config
 from stages.model.decoder import SWIGLU_OAI
 from stages.model.grouping import Grouping, Program
 from stages.model.part import Launch, Part
-from stages.model.policy import Policy
+from stages.model.policy import BF16, Policy
+from stages.weights.formats import w8a8
 
 
 class Modules(Protocol):
@@ -123,10 +124,12 @@ class Target:
             raise UserError(f"npu.grouping={name}: target {self.name} has {', '.join(self.groupings)}")
         return self.groupings[name]
 
-    def runs(self, weights: str) -> bool:
-        """Tell whether the target has products for weights in this format."""
-        product = kernels().get(format_kernel("gemv", weights))
-        return bool(product and (product.program if self.static else product.host))
+    def runs(self, weights: str, activations: str = BF16.activations) -> bool:
+        """Tell whether the target has products for weights in this format that take `x` as `activations=` says."""
+        product = kernel_for("gemv", weights, activations)
+        return bool(
+            product and product.activations == activations and (product.program if self.static else product.host)
+        )
 
     def caches(self, kv: str) -> bool:
         """Tell whether decode has attention over KV caches in the format of `kv=`.
@@ -142,6 +145,14 @@ class Target:
             raise UserError(
                 f"weights={policy.text}: target {self.name} has no kernels for {missing[0]}: choose target=cpu"
             )
+        if policy.activations != BF16.activations:
+            name = f"activations={policy.activations}"
+            if self.static:
+                raise UserError(f"{name}: target {self.name} multiplies in 16 bits: leave it out, or choose target=cpu")
+            if not any(self.runs(form, policy.activations) or form == w8a8.FORMAT.name for form in policy.formats):
+                raise UserError(
+                    f"{name}: products with weights={policy.text} take 16 bits: choose weights=int4, or leave it out"
+                )
         if self.static and policy.layers:
             raise UserError(
                 f"weights={policy.text}: target {self.name} has one program for all layers: leave out those of single "

@@ -12,7 +12,7 @@ from ml_dtypes import bfloat16
 
 from llama_npu2 import load
 from llama_npu2.artifact.dtypes import DTYPES
-from stages.kernels import KV_FORMATS, format_kernel
+from stages.kernels import ACTIVATIONS, KV_FORMATS, format_kernel
 from stages.kernels.grouped import GROUPED
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats
@@ -75,12 +75,12 @@ def halves(values: np.ndarray, sign: int) -> np.ndarray:
     return values
 
 
-def compare_products(case: Case, name: str, epilogue: str) -> None:
+def compare_products(case: Case, name: str, activations: str, epilogue: str) -> None:
     rows, cols, out_cols = case.size(60), case.size(2500), case.size(200)
     x, residual = halves(case.normal(rows, cols), 1), case.normal(rows, out_cols)
     values = [halves(case.normal(out_cols, cols), -1) for _ in range(1 + (epilogue == "_silu"))]
     weights = [guarded(formats()[name].pack(each, "panels")) for each in values]
-    matrix, vector = (format_kernel(kernel + epilogue, name) for kernel in ("gemm", "gemv"))
+    matrix, vector = (format_kernel(kernel + epilogue, name, activations) for kernel in ("gemm", "gemv"))
 
     def product(part: slice, out: np.ndarray, one: bool) -> None:
         rest = [guarded(residual[part])] if epilogue == "_add" else []
@@ -98,10 +98,13 @@ def compare_products(case: Case, name: str, epilogue: str) -> None:
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("name", ["bf16", "w8a8", *(stored.name for stored in GROUPED)])
-def test_products(teams: list[Kernels], name: str) -> None:
+@pytest.mark.parametrize(
+    "name, activations",
+    [("bf16", "bf16"), ("w8a8", "bf16"), *((stored.name, taken) for stored in GROUPED for taken in ACTIVATIONS)],
+)
+def test_products(teams: list[Kernels], name: str, activations: str) -> None:
     for seed in range(CASES):
-        compare_products(Case(teams, seed), name, ("", "_add", "_silu")[seed % 3])
+        compare_products(Case(teams, seed), name, activations, ("", "_add", "_silu")[seed % 3])
 
 
 def attended(
@@ -206,14 +209,19 @@ MODELS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("model", "weights", "kv"),
-    [*((model, "bf16", kv) for model in MODELS for kv in KV_FORMATS), ("", "int4", "bf16"), ("odd", "w8a8", "bf16")],
+    ("model", "weights", "kv", "activations"),
+    [
+        *((model, "bf16", kv, "bf16") for model in MODELS for kv in KV_FORMATS),
+        ("", "int4", "bf16", "bf16"),
+        ("odd", "w8a8", "bf16", "bf16"),
+        ("odd", "int4", "int8", "int8"),
+    ],
 )
-def test_logits(tmp_path: Path, artifacts: Path, model: str, weights: str, kv: str) -> None:
+def test_logits(tmp_path: Path, artifacts: Path, model: str, weights: str, kv: str, activations: str) -> None:
     """A prompt at once, in chunks, and token by token, with 1 to 4 threads."""
-    checkpoint = tmp_path / f"same_bits{model}{weights}"
+    checkpoint = tmp_path / f"same_bits{model}{weights}{activations}"
     config = write_checkpoint(checkpoint, dtype=bfloat16, **MODELS[model])
-    directory = build(checkpoint, artifacts, weights=weights, kv=kv)
+    directory = build(checkpoint, artifacts, weights=weights, kv=kv, activations=activations)
     rng = np.random.default_rng(3)
     ids = rng.integers(0, config.vocab, 600).tolist()
     seen = set()

@@ -3,16 +3,18 @@ bit, for any threads."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from stages.kernels import experts as reference
 from stages.kernels import format_kernel
-from stages.kernels.grouped import GROUPED, integer_product
+from stages.kernels.grouped import GROUPED, byte_product, integer_product
 from stages.weights.formats import formats
 from tests.support.cpu_kernels_util import BF16, U32, Kernels, Teams, U, guarded, machine_isas, output
 
-NAMES = ["bf16", "w8a8", *(stored.name for stored in GROUPED)]
+NAMES = ["bf16", "w8a8", *(stored.name for stored in GROUPED), *(f"{name}_a8" for name in ("int4", "mxfp4"))]
 # cols, inner width, experts, experts of a row. Panels and groups that are not whole; one expert; all of them.
 # Whether products have biases.
 SHAPES = [(33, 17, 5, 2, True), (64, 48, 8, 8, False), (1100, 40, 3, 2, False), (70, 150, 40, 4, True)]
@@ -30,13 +32,18 @@ def activations(rng, *shape):
     return guarded(rng.standard_normal(shape, np.float32).astype(BF16))
 
 
+def rounds(name):
+    """Whether products round what they multiply to 8 bits."""
+    return name == "w8a8" or name.endswith("_a8")
+
+
 def stacked(rng, name, *shape):
     """Panels of stacked matrices, and what the reference multiplies with."""
-    form = formats()[name]
+    form = formats()[name.removesuffix("_a8")]
     stored = form.quantise((rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1])).astype(BF16))
     panels = guarded(form.arrange(stored, "panels"))
     assert panels.shape == form.packed_shape(shape, "panels")
-    return panels, stored if name == "w8a8" else form.dequantise(stored, shape[-1])
+    return panels, stored if rounds(name) else form.dequantise(stored, shape[-1])
 
 
 def choices(rng, rows, count, top):
@@ -77,7 +84,11 @@ def assert_close(out, exact, size, cols):
 @pytest.mark.parametrize("cols, inner, count, top, biased", SHAPES)
 def test_experts(teams, name, cols, inner, count, top, biased):
     rng = np.random.default_rng(cols * inner)
-    product = integer_product if name == "w8a8" else reference.f32_product
+    product = reference.f32_product
+    if rounds(name):
+        product = (
+            integer_product if name == "w8a8" else partial(byte_product, stored=formats()[name.removesuffix("_a8")])
+        )
     gate, up, down = (stacked(rng, name, count, *shape) for shape in ((inner, cols), (inner, cols), (cols, inner)))
     biases = [activations(rng, count * width) for width in (inner, inner, cols)] if biased else []
     end = "_bias" if biased else ""

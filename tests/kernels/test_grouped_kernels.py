@@ -6,12 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stages.kernels import ACTIVATIONS
 from stages.kernels import kernels as all_kernels
-from stages.kernels.grouped import GROUPED
+from stages.kernels.grouped import GROUPED, in_bytes
 from stages.weights.formats import formats, int4, int4_f32, int6, int8, int8_f32, int8_f32_16, mxfp4
 from tests.support.cpu_kernels_util import BF16, U32, Teams, U, guarded, machine_isas, output
 
 NAMES = [stored.name for stored in GROUPED]
+PRODUCTS = [*NAMES, *(f"{name}{ACTIVATIONS['int8']}" for name in NAMES)]
+"""What comes before the names of products with group-wise weights."""
 SHAPES = [(1, 1), (16, 32), (7, 33), (48, 64), (130, 100), (33, 577), (257, 96), (64, 2048), (9, 31)]
 EVERY_NUMBER = [
     *((form, np.arange(-128, 128, dtype=np.int8)) for form in (int8, int8_f32, int8_f32_16)),
@@ -27,10 +30,15 @@ def teams(request, library):
     teams.close()
 
 
+def format_of(name):
+    """The format of the weights of products whose names begin so."""
+    return formats()[name.removesuffix(ACTIVATIONS["int8"])]
+
+
 def weight(rng, name, rows, cols):
     """Panels, and the values that they hold."""
-    stored = formats()[name].quantise(rng.standard_normal((rows, cols), np.float32))
-    return guarded(formats()[name].arrange(stored, "panels")), formats()[name].dequantise(stored, cols)
+    stored = format_of(name).quantise(rng.standard_normal((rows, cols), np.float32))
+    return guarded(format_of(name).arrange(stored, "panels")), format_of(name).dequantise(stored, cols)
 
 
 def activations(rng, *shape):
@@ -48,15 +56,25 @@ def fixed(x):
     return out
 
 
-def assert_product(out, x, wide, rounded=True):
-    x64, w64 = fixed(x), np.asarray(wide, np.float64)
+def taken(name, x):
+    """Rows of x as the products take them."""
+    in_eight_bits = name.endswith(ACTIVATIONS["int8"])
+    return in_bytes(x, format_of(name).values).astype(np.float64) if in_eight_bits else fixed(x)
+
+
+def assert_product(name, out, x, wide, rounded=True):
+    x64, w64 = taken(name, x), np.asarray(wide, np.float64)
     exact, size = x64 @ w64.T, np.abs(x64) @ np.abs(w64).T
     # A minimum is subtracted from products that are up to fifteen times as large as their difference.
     limit = (U if rounded else 0) * np.abs(exact) + 16 * (8 + w64.shape[1] ** 0.5) * U32 * size + 1e-30
+    if name == "int4_a8":  # minima, of which none is larger than a weight, are multiplied with sums of 16 bits
+        groups = np.pad(np.atleast_2d(x64), ((0, 0), (0, -x64.shape[-1] % 32))).reshape(-1, -(-x64.shape[-1] // 32), 32)
+        most = np.abs(groups.sum(axis=-1)).max(axis=-1)
+        limit += 2.0**-16 * groups.shape[1] * np.outer(most, np.abs(w64).max(axis=1)).reshape(exact.shape)
     assert (np.abs(np.asarray(out, np.float64) - exact) <= limit).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("weight", [1, -1])
 def test_largest_sums_fit(teams, name, sign, weight):
@@ -65,8 +83,8 @@ def test_largest_sums_fit(teams, name, sign, weight):
     cols, rows = 576, 16
     weights = np.full((rows, cols), weight, np.float32)
     weights[:, ::32] = 0  # what is all the same has no minimum
-    stored = formats()[name].quantise(weights)
-    panels, wide = guarded(formats()[name].arrange(stored, "panels")), formats()[name].dequantise(stored, cols)
+    stored = format_of(name).quantise(weights)
+    panels, wide = guarded(format_of(name).arrange(stored, "panels")), format_of(name).dequantise(stored, cols)
     assert_same_sums(teams, name, panels, wide, np.full(cols, sign * 255 / 128, BF16))
 
 
@@ -74,7 +92,7 @@ def assert_same_sums(teams, name, panels, wide, x):
     """Products of a row, of a few rows and of a prompt's are right, and the same."""
     one = output(len(wide))
     teams(f"{name}_gemv", panels, guarded(x), one, len(wide), len(x))
-    assert_product(one[None], x[None], wide)
+    assert_product(name, one[None], x[None], wide)
     for count in (1, 2, 7):
         out = output((count, len(wide)))
         teams(f"{name}_gemm", guarded(np.tile(x, (count, 1))), panels, out, count, len(x), len(wide))
@@ -85,9 +103,10 @@ LOWEST_BYTES = [1, *[2.0**-6] * 511]
 """A block of x with as many numbers of 128, whose low byte is the furthest from zero, as fit."""
 
 
+@pytest.mark.parametrize("activations", ACTIVATIONS.values())
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("form, number", [(int4, 0), (int4, 15), (int6, 0), (int6, 63), (mxfp4, 7), (mxfp4, 15)])
-def test_sums_of_extreme_numbers_fit(teams, form, number, sign):
+def test_sums_of_extreme_numbers_fit(teams, form, number, sign, activations):
     """Every weight is the largest or the smallest of its format, and x has the largest high or low bytes.
 
     What could overflow are sums of products of bytes in 16 bits (mxfp4, with AVX2), and in 32 bits sums times a scale
@@ -100,10 +119,10 @@ def test_sums_of_extreme_numbers_fit(teams, form, number, sign):
     stored = form.GROUPED.stored(np.full((rows, form.GROUPED.factors), 2.0**-7, np.float32), scale, numbers)
     panels, wide = guarded(form.FORMAT.arrange(stored, "panels")), form.FORMAT.dequantise(stored, cols)
     x = np.array([*[255 / 128] * 512, *LOWEST_BYTES], BF16) * BF16(sign)
-    assert_same_sums(teams, form.FORMAT.name, panels, wide, x)
+    assert_same_sums(teams, form.FORMAT.name + activations, panels, wide, x)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("rows, cols", SHAPES)
 def test_products(teams, name, rows, cols):
     rng = np.random.default_rng(rows * cols)
@@ -111,20 +130,20 @@ def test_products(teams, name, rows, cols):
     for count in (1, 2, 3, 4, 7, 13):
         x, out, one = activations(rng, count, cols), output((count, rows)), output((count, rows))
         teams(f"{name}_gemm", x, panels, out, count, cols, rows)
-        assert_product(out, x, wide)
+        assert_product(name, out, x, wide)
         for r in range(count):
             teams(f"{name}_gemv", panels, guarded(x[r]), one[r], rows, cols)
         np.testing.assert_array_equal(out.view(np.uint16), one.view(np.uint16))
     exact, together = output(rows, np.float32), output((count, rows), np.float32)
     teams(f"{name}_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
-    assert_product(exact, x[0], wide, rounded=False)
+    assert_product(name, exact, x[0], wide, rounded=False)
     teams(f"{name}_gemm_f32", x, panels, together, count, cols, rows)
     np.testing.assert_array_equal(together[0].view(np.uint32), exact.view(np.uint32))
     np.testing.assert_array_equal(together.astype(BF16).view(np.uint16), out.view(np.uint16))
     np.testing.assert_array_equal(exact.astype(BF16).view(np.uint16), one[0].view(np.uint16))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+@pytest.mark.parametrize("name", [*PRODUCTS, "w8a8"])
 def test_rows_of_many_tasks_are_those_of_one(teams, name):
     """More rows than a task of any instruction set has, in panels that are no whole group."""
     rng = np.random.default_rng(7)
@@ -138,7 +157,7 @@ def test_rows_of_many_tasks_are_those_of_one(teams, name):
         np.testing.assert_array_equal(some.view(np.uint16), whole[first:last].view(np.uint16))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+@pytest.mark.parametrize("name", [*PRODUCTS, "w8a8"])
 def test_more_outputs_than_are_kept(teams, name):
     """Of vectors: chunks of results are written where they belong, also over the residual, and no further."""
     rng = np.random.default_rng(8)
@@ -177,11 +196,12 @@ def test_integer_products_are_the_reference(teams, rows, cols):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_integer_products_of_what_is_not_finite_are_not(teams, value):
-    panels, _ = weight(np.random.default_rng(0), "w8a8", 33, 40)
+@pytest.mark.parametrize("name", ["w8a8", *PRODUCTS[len(NAMES) :]])
+def test_integer_products_of_what_is_not_finite_are_not(teams, name, value):
+    panels, _ = weight(np.random.default_rng(0), name, 33, 40)
     x, out = guarded(np.ones(40, BF16)), output(33)
     x[3] = value
-    teams("w8a8_gemv", panels, x, out, 33, 40)
+    teams(f"{name}_gemv", panels, x, out, 33, 40)
     assert not np.isfinite(out.astype(np.float32)).any()
 
 

@@ -91,9 +91,11 @@ def test_rows_have_the_bits_of_their_sequence_alone(llm: Llama) -> None:
     compare(llm, 1)
 
 
-@pytest.mark.parametrize("weights, kv", [("int4", "int8"), ("w8a8", "bf16")])
-def test_formats(weights: str, kv: str, artifacts: Path) -> None:
-    with closing(load(build("demo", artifacts, weights=weights, kv=kv), 2)) as llm:
+@pytest.mark.parametrize(
+    "weights, kv, activations", [("int4", "int8", "bf16"), ("w8a8", "bf16", "bf16"), ("int4", "bf16", "int8")]
+)
+def test_formats(weights: str, kv: str, activations: str, artifacts: Path) -> None:
+    with closing(load(build("demo", artifacts, weights=weights, kv=kv, activations=activations), 2)) as llm:
         compare(llm, 2)
 
 

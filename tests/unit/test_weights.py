@@ -26,6 +26,7 @@ from stages.model.policy import BF16, Policy, held_policy, parse_policy
 from stages.model.unpacking import keyed_part
 from stages.proof.comparison import divergence
 from stages.targets import targets
+from stages.targets.cpu.fusion import fuse
 from tests.conftest import A_LLAMA, CONFIG, ODD_WIDTHS, build, doit, write_checkpoint
 
 CHOSEN = ["int8", "int6", "int4", "w8a8", "int4,vocab=bf16,w_down=int8", "int4,w_down.1=int8,wk.0=bf16"]
@@ -93,6 +94,33 @@ def test_parts_call_the_kernels_of_their_formats() -> None:
         "w_up": "int4",
         "w_down": "int8",
     }
+
+
+def test_products_take_activations_as_the_policy_says() -> None:
+    policy = parse_policy("int4,w_down=bf16", activations="int8")
+    made = part(A_LLAMA, PartKey("o_ffn"), policy)
+    names = [launch.kernel.name for launch in made.launches]
+    assert names[0] == names[3] == "int4_a8_gemm" and names[6] == "gemm", "bf16 weights have products in 16 bits alone"
+    fused = [launch.kernel.name for launch in fuse(made)]
+    assert {"int4_a8_gemm_add", "int4_a8_gemm_silu"} <= {*fused}
+    embed = part(A_LLAMA, PartKey("embed_tokens"), policy).launches[0].kernel
+    assert (embed.name, embed.activations) == ("int6_embed", "bf16")
+    assert parse_policy(**policy.recorded) == policy and policy.suffix == "-int4_w_down-bf16-activations-int8"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (
+            ("target=npu2-sim", "weights=int4"),
+            "target npu2-sim multiplies in 16 bits: leave it out, or choose target=cpu",
+        ),
+        (("target=cpu",), "products with weights=bf16 take 16 bits: choose weights=int4, or leave it out"),
+    ],
+)
+def test_activations_that_no_product_takes_are_refused(chosen: tuple[str, ...], message: str) -> None:
+    run = doit("compile", "activations=int8", *chosen)
+    assert run.returncode != 0 and run.stderr.splitlines()[-1].endswith(f"activations=int8: {message}")
 
 
 def test_layers_of_other_formats_have_programs_of_their_own() -> None:

@@ -90,7 +90,7 @@ _MODEL = record(
         "eos": list_of(whole(0, 1 << 31)),
     },
     {
-        "kv": _WORDS,
+        **dict.fromkeys(("kv", "activations"), _WORDS),
         **dict.fromkeys(("longest", "attention_layers", "experts", "experts_of_a_row"), _COUNT),
         "adapters": list_of(record({"name": _WORDS})),
         "windows": list_of(_COUNT),

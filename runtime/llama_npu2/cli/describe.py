@@ -23,6 +23,7 @@ def described(manifest: Manifest) -> dict[str, str]:
         "model": f"{model['name']} ({model['family']})",
         "target": f"{target['name']} ({target['system']}, {target['machine']})",
         "weights": f"{model['weights']}{calibrated}" + (f", with {adapters}" if adapters else ""),
+        "activations": model.get("activations", "bf16"),
         "KV cache": model.get("kv", "bf16"),
         "context": f"{model['max_seq']} tokens" + (f" of {longest}" if longest > model["max_seq"] else ""),
         "shape": f"{model['layers']} layers, hidden size {model['emb']}, {model['vocab']} tokens in the vocabulary",

@@ -71,8 +71,9 @@ class Engine:
         model = self.manifest.model
         calibrated = " calibrated" if "calibration" in model else ""
         cache = f", {model['kv']} KV cache" if model.get("kv", "bf16") != "bf16" else ""
+        activations = ", 8-bit activations" if model.get("activations") == "int8" else ""
         copied = " and a second copy for prompts" if self.second_copy else ""
-        return f"{model['weights']}{calibrated} weights{copied}{cache}, {self.device.description}"
+        return f"{model['weights']}{calibrated} weights{copied}{activations}{cache}, {self.device.description}"
 
     @property
     def position(self) -> int:

@@ -13,15 +13,16 @@ import numpy as np
 from llama_npu2 import UserError
 from llama_npu2.artifact.dtypes import DTYPES
 from stages.graph import Build
+from stages.kernels import kernel_for
 from stages.model import calibration
 from stages.model.buffers import Buffer
 from stages.model.calibrated import calibrated_weights, read_calibrated
 from stages.model.checkpoint import Checkpoint
 from stages.model.plan import make_plan
-from stages.model.policy import Policy
+from stages.model.policy import BF16, Policy
 from stages.proof.comparison import gguf_file, peers, transformers_model
 from stages.targets import targets
-from stages.weights.formats import formats
+from stages.weights.formats import formats, w8a8
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Rounded:
     bits: float
     """Mean bits of a matrix's weight, scales included."""
     values: transformers_model.Values
+    inputs: transformers_model.Inputs = transformers_model.not_rounded
+    """How products with these weights take their other operand."""
 
 
 def ours(build: Build, source: Checkpoint, policies: Iterable[Policy]) -> Iterator[Rounded]:
@@ -44,7 +47,9 @@ def ours(build: Build, source: Checkpoint, policies: Iterable[Policy]) -> Iterat
     for policy in policies:
         buffers = make_plan(source.config, grouping, target.kernel_set, policy=policy).buffers
         name = policy.text + (", calibrated" if calibrated else "")
-        yield Rounded(name, _bits(buffers), partial(_value, source, buffers, calibrated))
+        name += "" if policy.activations == BF16.activations else f", activations {policy.activations}"
+        values = partial(_value, source, buffers, calibrated)
+        yield Rounded(name, _bits(buffers), values, partial(_inputs, buffers, policy.activations))
 
 
 def _bits(buffers: Mapping[str, Buffer]) -> float:
@@ -52,6 +57,15 @@ def _bits(buffers: Mapping[str, Buffer]) -> float:
     matrices = [(formats()[b.format], b) for b in buffers.values() if b.kind == "weight" and len(b.shape) == 2]
     sizes = [prod(form.packed_shape(b.shape, b.layout)) * DTYPES[form.dtype].itemsize for form, b in matrices]
     return 8 * sum(sizes) / sum(prod(b.shape) for _, b in matrices)
+
+
+def _inputs(buffers: Mapping[str, Buffer], activations: str, name: str) -> int:
+    """Return how many values of a row share a scale when a product with a weight rounds them: `Inputs`."""
+    form = formats()[buffers[name].format]
+    if form is w8a8.FORMAT:
+        return transformers_model.WHOLE_ROW
+    product = kernel_for("gemv", form.name, activations)
+    return form.values if product and product.activations != BF16.activations else 0
 
 
 def _value(source: Checkpoint, buffers: Mapping[str, Buffer], calibrated: Mapping[str, Path], name: str) -> np.ndarray:

@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from llama_npu2 import UserError
 from stages.kernels import KV_FORMATS
+from stages.kernels.grouped import in_bytes
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config
@@ -29,6 +31,17 @@ from stages.weights.formats import formats
 
 Values = Callable[[str], np.ndarray]
 """A function that returns a tensor's values, by its name."""
+
+Inputs = Callable[[str], int]
+"""A function that says how products take their other operand, by the name of their weight: how many values of a row
+share a scale when they are rounded to 8 bits; `WHOLE_ROW`, or 0 where they are not rounded."""
+
+WHOLE_ROW = 1 << 31
+
+
+def not_rounded(weight: str) -> int:
+    """Return 0, as `Inputs`."""
+    return 0
 
 
 def load_transformers(checkpoint: Path, dtype: str) -> Any:
@@ -90,6 +103,7 @@ def logits(
     exact: Sequence[Sequence[int]],
     rounded: Sequence[Sequence[int]] = (),
     kv: str = "bf16",
+    inputs: Inputs = not_rounded,
 ) -> Iterator[np.ndarray]:
     """Yield the logits f32 `[len(ids), vocab]` of every position of each text.
 
@@ -98,6 +112,7 @@ def logits(
         exact: Texts that are run in float32, whose logits come first.
         rounded: Texts that are run in bf16.
         kv: K and V are rounded as in a cache of this format; with bf16 they are not rounded.
+        inputs: how products round what they multiply.
 
     Raises UserError without the verify extra.
     """
@@ -107,13 +122,16 @@ def logits(
     running = _embedded(config, embedding, exact, rounded)
     head = embedding if config.tied else None
     del embedding
-    *_, norm = _through_layers(checkpoint, values, running, kv)
+    *_, norm = _through_layers(checkpoint, values, running, kv, inputs)
     _run(norm, {"weight": values(families.tensor(config, FINAL_NORM))}, running, norm)
     head = values(families.tensor(config, HEAD)) if head is None else head
     for dtype, states in running.items():
-        wide = _torch(head, dtype) if states else None
+        wide, group = _torch(head, dtype) if states else None, inputs(families.tensor(config, HEAD))
         for state in states:
-            yield torch.nn.functional.linear(state[0], wide).float().numpy() * config.decoder.logits_scale
+            yield (
+                torch.nn.functional.linear(_in_bytes(state[0], group), wide).float().numpy()
+                * config.decoder.logits_scale
+            )
 
 
 def layer_outputs(
@@ -145,7 +163,7 @@ def _embedded(
 
 
 def _through_layers(
-    checkpoint: Checkpoint, values: Values, running: dict[Any, list[Any]], kv: str
+    checkpoint: Checkpoint, values: Values, running: dict[Any, list[Any]], kv: str, inputs: Inputs = not_rounded
 ) -> Iterator[Callable[[Any], Any]]:
     """Run texts from their embeddings to the input of the last norm, a layer for each item; each item is that norm."""
     tensors: dict[int | None, dict[str, list[tuple[families.Weight, Location]]]] = {}
@@ -166,8 +184,40 @@ def _through_layers(
         model, norm = models[kind]
         weights = {name.partition(f".{layer}.")[2]: tensor for name, tensor in _stored(tensors[layer], values)}
         run = partial(forward, model=model.base_model, layer=layer)
-        _run(model.base_model.layers[0], weights, running, run, partial(_as_in_memory, model))
+        groups = {
+            name.partition(f".{layer}.")[2].removesuffix(".weight"): inputs(pieces[0][0].name)
+            for name, pieces in tensors[layer].items()
+            if len(pieces[0][0].shape) > 1
+        }
+        with _rounding_inputs(model.base_model.layers[0], groups):
+            _run(model.base_model.layers[0], weights, running, run, partial(_as_in_memory, model))
         yield norm
+
+
+@contextmanager
+def _rounding_inputs(layer: Any, groups: Mapping[str, int]) -> Iterator[None]:
+    """Let products of a layer round their inputs: by module, how many values of a row share a scale."""
+    modules = dict(layer.named_modules())
+    rounding = {name: group for name, group in groups.items() if group}
+    if other := [name for name in rounding if not isinstance(modules.get(name), _packages()[0].nn.Linear)]:
+        raise UserError(f"{other[0]} is no matrix of one product in transformers: choose activations=bf16")
+    hooks = [
+        modules[name].register_forward_pre_hook(lambda _, args, group=group: (_in_bytes(args[0], group), *args[1:]))
+        for name, group in rounding.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _in_bytes(rows: Any, group: int) -> Any:
+    """Return rows `[..., cols]` rounded to 8 bits as our products round them, with a scale for each group of values."""
+    if not group:
+        return rows
+    rounded = in_bytes(rows.float().numpy(), min(group, rows.shape[-1]))
+    return _packages()[0].from_numpy(np.ascontiguousarray(rounded)).to(rows.dtype)
 
 
 def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from llama_npu2 import Llama, load
 from stages.engine.files import file_digests, write_atomic
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
+from stages.model.policy import BF16
 from stages.proof.comparison import divergence, transformers_model
 from stages.proof.comparison.continuations import (
     LEGEND,
@@ -189,7 +190,9 @@ class Exactness:
         return not self.bounded or self.ours <= MOST * self.bf16
 
     def __str__(self) -> str:
-        bound = f" ({MOST} times that is allowed)" if self.bounded else " (no bound applies to w8a8)"
+        bound = (
+            f" ({MOST} times that is allowed)" if self.bounded else " (no bound applies where activations have 8 bits)"
+        )
         return (
             f"against transformers in float32 with the same weights, relative error {self.ours:.5f}; "
             f"that of transformers in bf16 {self.bf16:.5f}{bound}"
@@ -262,7 +265,8 @@ def compare(
     exact = list(islice(logits, len(parts)))
     theirs = list(islice(logits, len(parts)))
     ours = [divergence.artifact_logits(llm, ids) for ids in parts]
-    bounded = w8a8.FORMAT.name not in weights.formats
+    activations = llm.manifest.model.get("activations", BF16.activations)
+    bounded = w8a8.FORMAT.name not in weights.formats and activations == BF16.activations
     exactness = Exactness(_error(ours, exact), _error(theirs, exact), bounded)
     pairs = zip(prompts, logits, strict=True)
     comparisons = tuple(prompt.compared(wanted, partial(piece, llm.tokenizer)) for prompt, wanted in pairs)

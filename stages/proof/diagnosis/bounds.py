@@ -27,7 +27,7 @@ from stages.kernels import (
     silu_and_mul,
     token_attention,
 )
-from stages.kernels.grouped import UNPACKING, integer_product
+from stages.kernels.grouped import UNPACKING, byte_product, in_bytes, integer_product
 from stages.proof.diagnosis.ops import Op
 from stages.weights.constants import BLOCK, GROUP, HEAD_POSITION, KV_BLOCK_POSITIONS, SHORT_GROUP
 from stages.weights.formats import bfp16, formats, int6, int8, w8a8
@@ -222,6 +222,9 @@ def _product(case: Case, weight: str = "weight", row: Row | None = None) -> tupl
     if case.op.format == w8a8.FORMAT.name:
         product = integer_product(x, of.stored).astype(bfloat16)
         return product, _rounded(product, np.zeros(product.shape))
+    if case.op.in_eight_bits:
+        product = byte_product(x, of.stored, formats()[of.format]).astype(bfloat16)
+        return product, _rounded(product, _product_error(case, x.astype(np.float32), of))
     product = gemm.reference(x, of.values)
     return product, _rounded(product, _product_error(case, x.astype(np.float32), of) + _carried(of_x, of))
 
@@ -267,7 +270,10 @@ def _carried(of_x: ErrorBound, weight: Weight) -> np.ndarray:
 
 def _product_error(case: Case, x: np.ndarray, weight: Weight) -> np.ndarray:
     """Return the error `[rows, out]` of a product before it is rounded, that of the reference's own sums included."""
-    op, size = case.op, np.abs(x) @ weight.magnitudes.T
+    op = case.op
+    if op.in_eight_bits:
+        x = in_bytes(x, formats()[op.format].values)
+    size = np.abs(x) @ weight.magnitudes.T
     sums = SURE * np.sqrt(x.shape[-1]) * U32 * size
     if op.format == bfp16.FORMAT.name:
         return 2 * sums + BLOCK_FLOAT * _largest(x, BLOCK) @ weight.magnitudes.T
@@ -275,9 +281,10 @@ def _product_error(case: Case, x: np.ndarray, weight: Weight) -> np.ndarray:
         return 2 * sums
     if op.kernel_set != HOST_SET:
         return sums + _in_whole_numbers(x, weight)
-    # The inputs are in fixed point here too, so sums of groups are exact; three operations add each to the last.
-    terms = 3 * np.ceil(x.shape[-1] / SHORT_GROUP) if op.fixed_point else x.shape[-1]
-    larger = 1 if op.fixed_point and op.format in WITHOUT_MINIMUM else WITH_MINIMUM
+    # The inputs are whole numbers here too, so sums of groups are exact; three operations add each to the last.
+    whole = op.fixed_point or op.in_eight_bits
+    terms = 3 * np.ceil(x.shape[-1] / SHORT_GROUP) if whole else x.shape[-1]
+    larger = 1 if whole and op.format in WITHOUT_MINIMUM else WITH_MINIMUM
     return sums + SURE * np.sqrt(terms) * U32 * larger * size
 
 

@@ -22,6 +22,7 @@ from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
 from stages.model.importers import PLAIN
+from stages.model.policy import BF16
 from stages.proof.comparison import divergence, transformers_model
 from stages.proof.diagnosis.launches import Finding, Judge
 from stages.proof.diagnosis.ops import Op, ops
@@ -108,7 +109,8 @@ def _layers(
         exact = transformers_model.layer_outputs(source, weights.values, [text], [text], build.policy.kv)
         rounded = not weights.formats <= set(PLAIN)
         original = transformers_model.layer_outputs(source, source.tensor, [text]) if rounded else None
-        bounded = w8a8.FORMAT.name not in weights.formats and not build.bfp16
+        in_eight_bits = w8a8.FORMAT.name in weights.formats or build.policy.activations != BF16.activations
+        bounded = not (in_eight_bits or build.bfp16)
         layers: list[Layer] = []
         for layer, pair in enumerate(exact):
             ours = [states[layer][position] for position in sorted(states[layer])]
@@ -142,10 +144,9 @@ def inside(build: Build, op: Op, prompt: Sequence[int], tokens: int) -> list[Fin
 
 def _library(build: Build, program: str, work: Path) -> Path:
     """Build the library of one program of the host, with the target's own steps."""
-    policy = build.policy
     entries = [entry for library in build.libraries for entry in library.programs if entry.name == program]
     keys = [part.key for entry in entries for part in entry.parts]
-    modules.write_module(build.directory, program, work, keys, [], policy.text, policy.kv, policy.matmul, fused=False)
+    modules.write_module(build.directory, program, work, keys, [], build.policy.recorded, fused=False)
     module = work / MODULES / f"{program}{modules.SUFFIX}"
     for source in sorted({listed.source for listed in listed_objects(module).values()}):
         objects.write_objects(

@@ -72,18 +72,21 @@ class Op:
 
     @property
     def of_values(self) -> bool:
-        """Whether that reference takes weights as values: products of whole numbers and unpacking take stored ones."""
-        return self.format == "bf16" or (self.base != self.kernel.name and not self._whole_numbers)
+        """Whether that reference takes weights as values: products that round `x` and unpacking take stored ones."""
+        return self.format == "bf16" or (self.base != self.kernel.name and not self.in_eight_bits)
 
     @property
     def fixed_point(self) -> bool:
         """Whether it takes `x` in fixed point, as the host's products with group-wise weights do."""
         in_panels = any(arg.matrix and arg.layout(HOST_SET) == "panels" for arg in self.kernel.args)
-        return self.kernel_set == HOST_SET and in_panels and self.format in {form.name for form in GROUPED}
+        on_host = self.kernel_set == HOST_SET and in_panels and self.format in {form.name for form in GROUPED}
+        return on_host and not self.in_eight_bits
 
     @property
-    def _whole_numbers(self) -> bool:
-        return self.format == w8a8.FORMAT.name and any(arg.name == "x" for arg in self.kernel.args)
+    def in_eight_bits(self) -> bool:
+        """Whether it rounds `x` to 8 bits."""
+        whole = self.format == w8a8.FORMAT.name and any(arg.name == "x" for arg in self.kernel.args)
+        return whole or self.kernel.activations == "int8"
 
     @property
     def written(self) -> tuple[Arg, ...]:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages.kernels import format_kernel, kernels
+from stages.kernels import ACTIVATIONS, format_kernel, kernels
 from stages.model.part import Launch, Part
 from stages.weights.formats import formats
 
 _SUMMED = ("gemm", "gemv", "moe_gemm", "moe_gemv", "moe_gemm_bias", "moe_gemv_bias")
 """Operations whose result may be added to the residual stream at once."""
-_PRODUCTS = tuple(format_kernel(product, name) for product in ("gemm", "gemv") for name in formats())
+_PRODUCTS = tuple(
+    format_kernel(product, name, activations)
+    for product in ("gemm", "gemv")
+    for name in formats()
+    for activations in ACTIVATIONS
+)
 
 
 def fuse(part: Part) -> tuple[Launch, ...]:

@@ -14,7 +14,7 @@ from stages.kernels import HOST_SET
 from stages.model.families import read_config
 from stages.model.grouping import Program
 from stages.model.part import Dim, Launch, Part, PartKey, resolved
-from stages.model.policy import BF16, parse_policy
+from stages.model.policy import parse_policy
 from stages.model.unpacking import keyed_part
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.instruction_sets import objects_of
@@ -42,9 +42,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
     return {
         "parts": [part.key for program in programs for part in program.parts],
         "support": _support(programs),
-        "weights": options["weights"],
-        "kv": options["kv"],
-        "matmul": options["matmul"],
+        "policy": options["policy"],
         "context": options["context"],
         "sets": list(options["sets"]),
     }
@@ -82,22 +80,19 @@ def write_module(
     work: Path,
     parts: Sequence[PartKey],
     support: Sequence[str],
-    weights: str,
-    kv: str,
-    matmul: str = BF16.matmul,
+    policy: Mapping[str, str],
     context: int = 0,
     sets: Sequence[str] | None = None,
     fused: bool = True,
 ) -> None:
     """Write the source of a library of these parts, for the configuration in `directory` (step action).
 
-    Beside it stands what else its build and the manifest need to know, as JSON. `weights`, `kv`, `matmul`: a policy's.
+    Beside it stands what else its build and the manifest need to know, as JSON. `policy`: `Policy.recorded`.
     `context`: that of `Config.within`. `sets`: as in `sources`. `fused`: as in `launches`.
     """
     config = read_config(directory / CONFIG).within(context)
     dimensions = config.dimensions()
-    policy = parse_policy(weights, kv, matmul)
-    found = [keyed_part(config, key, policy) for key in parts]
+    found = [keyed_part(config, key, parse_policy(**policy)) for key in parts]
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(cpu_source(found, dimensions, sets, fused))

@@ -55,9 +55,9 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "entry": program.entry,
         "bucket": program.bucket,
         "window": program.context,
-        "weights": options["weights"],
+        "weights": options["policy"]["weights"],
         # `npu.matmul=` is for prefill only.
-        "matmul": options["matmul"] if program.bucket else BF16.matmul,
+        "matmul": options["policy"]["matmul"] if program.bucket else BF16.matmul,
         **({"slides": True} if program.sliding else {}),
     }
 

@@ -1,0 +1,154 @@
+// x in 8 bits, for products with weights in groups (grouped.h): numbers from -127 to 127, and a scale for each group of as many
+// inputs as a group of weights has. The sum of a group's products is a whole number, exact in any order and with any
+// instruction. It is multiplied with both scales in f32, and groups are summed in f32, in their order: matrices and vectors
+// do the same. Included inside each instruction set.
+namespace ISA {
+namespace {
+
+// A grouped format whose products take x in 8 bits.
+template <class Stored>
+struct A8 : Stored {};
+
+constexpr int most_byte = 127;
+
+// A group of x: its numbers, each four in the order of a quad, what they are multiples of, and what the sum of its products
+// begins with, which takes back the zero of a format's numbers.
+template <int64_t inputs>
+struct ByteGroup {
+    int8_t numbers[inputs];
+    float scale;
+    int32_t begin;
+};
+
+// A row of x: groups, whole blocks, with zeros behind the row's own. `fixed`: the sums of groups in fixed point, as minima are
+// multiplied with them (minima.h); it has no numbers.
+template <int64_t inputs>
+struct ByteRow {
+    ByteGroup<inputs> *groups;
+    FixedRow fixed;
+};
+
+// The memory of a row, as FixedSize.
+template <int64_t group>
+struct ByteSize {
+    int64_t cols, inputs;
+
+    FixedSize fixed() const { return {cols, group, 0}; }
+    int64_t groups_bytes() const { return (fixed().groups() * static_cast<int64_t>(sizeof(ByteGroup<group>)) + 63) / 64 * 64; }
+    int64_t bytes() const { return groups_bytes() + fixed().bytes(); }
+    ByteRow<group> at(uint8_t *memory) const {
+        return {reinterpret_cast<ByteGroup<group> *>(memory), fixed().at(memory + groups_bytes())};
+    }
+};
+
+// How products with a format take a row of x.
+template <class Format>
+struct Taken {
+    using Size = FixedSize;
+    using Row = FixedRow;
+};
+
+template <class Stored>
+struct Taken<A8<Stored>> {
+    using Size = ByteSize<Stored::inputs>;
+    using Row = ByteRow<Stored::inputs>;
+};
+
+template <class Format>
+using SizeOf = typename Taken<Format>::Size;
+
+template <class Format>
+using RowOf = typename Taken<Format>::Row;
+
+template <class Format>
+constexpr bool takes_bytes = !std::is_same_v<RowOf<Format>, FixedRow>;
+
+// The part of a row that minima are multiplied with.
+INLINE const FixedRow &fixed_of(const FixedRow &row) { return row; }
+template <int64_t inputs>
+INLINE const FixedRow &fixed_of(const ByteRow<inputs> &row) {
+    return row.fixed;
+}
+
+// Four inputs for every output.
+INLINE i32v four_of(const int8_t *x) {
+    int32_t four;
+    __builtin_memcpy(&four, x, 4);
+    return four - i32v{};
+}
+
+// Each four lanes in the order of a quad: 0, 2, 1, 3.
+INLINE i32v in_quad_order(i32v v) {
+#if ISA_LANES == 16
+    return (i32v)_mm512_shuffle_epi32((__m512i)v, _MM_PERM_DBCA);
+#elif ISA_LANES == 8
+    return (i32v)_mm256_shuffle_epi32((__m256i)v, 0xd8);
+#else
+    i32v ordered;
+    for (int64_t i = 0; i < lanes; i++) ordered[i / quad * quad + quad_place(i)] = v[i];
+    return ordered;
+#endif
+}
+
+// Rounds `count` values, at most a group, with zeros behind them; returns the sum of their numbers.
+template <int64_t inputs>
+INLINE int32_t quantise_group(const bf16 *x, int64_t count, ByteGroup<inputs> &group) {
+    const float most = to_float(largest_magnitude(x, count));
+    const float inverse = most < 0x1p-119f ? 0.0f : 127.0f / most;  // what is smaller has no inverse
+    i32v sums = {};
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < inputs; i += lanes) {
+        const i32v whole = i < count ? nearest(load_bf16(x + i, count - i) * inverse) : i32v{};
+        sums += whole;
+        store(group.numbers + i, narrowed<i8v>(in_quad_order(whole)));
+    }
+    group.scale = most / 127.0f;
+    return sum_of_lanes(sums);
+}
+
+// Sums of groups are rounded to as many bits as one digit less than those of x in 16 bits: they are off by at most 2^-16 of the
+// largest of a block.
+template <class Stored>
+constexpr int64_t first_digit<A8<Stored>> = 1;
+
+constexpr float most_of_sum = 32512;  // two digits of 8 bits with a sign reach 32639
+static_assert(digit_bits * (sum_digits - 1) == 16, "the digits of a sum are 16 bits");
+
+// The sums of a block's groups, in f32, as whole numbers in one unit.
+INLINE void fix_sums(const float *totals, int64_t groups, float *unit, int32_t *sums) {
+    float largest = 0;
+    for (int64_t g = 0; g < groups; g++) {
+        const float magnitude = totals[g] < 0 ? -totals[g] : totals[g];
+        largest = magnitude > largest || magnitude != magnitude ? magnitude : largest;
+    }
+    *unit = largest / most_of_sum;
+    const float inverse = largest == 0 ? 0.0f : most_of_sum / largest;
+    for (int64_t g = 0; g < groups; g += lanes) store(sums + g, nearest(load<f32v>(totals + g) * inverse));
+}
+
+// Quantises a row of x by groups.
+template <class Format>
+void quantise_groups(const bf16 *x, const SizeOf<Format> &size, const RowOf<Format> &row) {
+    constexpr int64_t inputs = Format::inputs, block_groups = fixed_inputs / inputs;
+    const FixedSize fixed = size.fixed();
+    const int64_t own = (size.cols + inputs - 1) / inputs;
+    for (int64_t g = 0; g < own; g++) {
+        const int64_t left = size.cols - g * inputs, count = left < inputs ? left : inputs;
+        ByteGroup<inputs> &group = row.groups[g];
+        // With a count that the compiler knows, loops have no ends.
+        const bf16 *from = x + g * inputs;
+        const int32_t sum = count == inputs ? quantise_group(from, inputs, group) : quantise_group(from, count, group);
+        group.begin = -Format::zero * sum;
+        row.fixed.totals[g] = group.scale * static_cast<float>(sum);
+    }
+    for (int64_t g = own; g < fixed.groups(); g++) row.groups[g] = {}, row.fixed.totals[g] = 0;
+    if constexpr (whole_minima<Format>) {
+        for (int64_t block = 0; block < fixed.blocks(); block++)
+            fix_sums(row.fixed.totals + block * block_groups, block_groups, row.fixed.units + block,
+                     row.fixed.sums + block * block_groups);
+        split_sums<Format>(fixed, row.fixed);
+    }
+}
+
+}  // namespace
+}  // namespace ISA

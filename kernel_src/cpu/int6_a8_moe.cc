@@ -1,0 +1,5 @@
+// The kernels of experts with weights in int6 and x in 8 bits (byte_rows.h): for each kernel of moe.cc one that is called int6_a8_
+// and the same name.
+#define FORMAT A8<Int6>
+#define NAMED(kernel) int6_a8_##kernel
+#include "grouped_moe.h"
