@@ -178,18 +178,25 @@ _TEXT = (
 _JSON = json.dumps(
     [{"name": name, "age": 31, "city": "Paris", "tags": ["a", "b"]} for name in ("Anna Smith", "Bob Jones")]
 )
+_FENCE = "```"
+
+
+def _again(language: str, text: str, old: str, new: str) -> str:
+    """The beginning of a page on which a text stands twice, with one word for another: a raw prompt."""
+    first = f"{_FENCE}{language}\n{text}{_FENCE}"
+    return f"{first}\n\nThe same text, with {new} instead of {old}:\n\n{_FENCE}{language}\n"
+
+
 REPEATING = {
     "edits": [
-        f"Rename {old} to {new} in this code. Answer with all of the code.\n\n```python\n{_CODE}```"
-        for old, new in (("width", "w"), ("items", "data"), ("Stack", "Pile"))
+        _again("python", _CODE, old, new) for old, new in (("width", "w"), ("items", "data"), ("perimeter", "border"))
     ],
     "answers": [
         f"{_TEXT}\n\nQuote the {which} of this text."
         for which in ("first sentence", "sentence about the headwaters", "two sentences")
     ],
     "JSON": [
-        f"{what} in this JSON. Answer with the JSON only.\n\n```json\n{_JSON}\n```"
-        for what in ("Replace 31 by 32", "Rename the key city to town", "Replace Paris by Rome")
+        _again("json", f"{_JSON}\n", old, new) for old, new in (("city", "town"), ("Paris", "Rome"), ("31", "32"))
     ],
 }
 _THINGS = ("a cat", "rain", "the sea", "a bridge", "bread", "winter", "a clock", "music", "a garden", "the moon")
@@ -202,7 +209,7 @@ def speedup(llm: Llama, prompt: str, length: int) -> tuple[float, int]:
     times: dict[bool, list[float]] = {False: [], True: []}
     found = []
     for llm.speculate in (False, True) * 3:
-        reply = llm.generate(prompt, max_tokens=length).whole()
+        reply = llm.generate(prompt, raw=_FENCE in prompt, max_tokens=length, stop=_FENCE).whole()
         times[llm.speculate].append(reply.stats.tpot)
         found.append(reply.tokens)
     assert all(each == found[0] for each in found)
@@ -238,7 +245,7 @@ def test_drawn_replies_are_the_same_with_drafts(llm: Llama) -> None:
         }
         prompt, found = draw.choice(texts), []
         for llm.speculate in (False, True):
-            found.append([*llm.complete(prompt, n=5, **asked)])
+            found.append([*llm.complete(prompt, raw=_FENCE in prompt, n=5, **asked)])
         for one, other in zip(*found, strict=True):
             assert (one.tokens, one.text, one.logprobs) == (other.tokens, other.text, other.logprobs)
         count += len(found[0])
