@@ -341,6 +341,7 @@ REFUSED: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, chat(temprature=1), 400, "temprature", "did you mean temperature?"),
     (CHAT, chat(temperature="hot"), 400, "temperature", "a number from 0 to 2"),
     (CHAT, chat(temperature=2.1), 400, "temperature", "a number from 0 to 2"),
+    (CHAT, chat(temperature=10**400), 400, "temperature", "a number from 0 to 2"),
     (CHAT, chat(temperature=True), 400, "temperature", "a number"),
     (CHAT, chat(top_p=-0.1), 400, "top_p", "a number from 0 to 1"),
     (CHAT, chat(n=0), 400, "n", "a whole number"),

@@ -66,6 +66,8 @@ def test_calls_as_models_write_them(text: str, calls: list[tuple[str, dict[str, 
         '{"name": "f", "arguments": {"a": 1}} and more',
         '{"name": 7, "arguments": {}}',
         '{"arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        "[]",
         '{"name": "f", "arguments": [1]}',
         '{"name": "f", "arguments": "x"}',
         '{"name": "f", "arguments": {"a": NaN}}',
@@ -160,6 +162,13 @@ def test_a_conversation_with_a_tool(client: openai.OpenAI) -> None:
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     told = client.chat.completions.create(**asked(made.message, result, tools=[WEATHER, CLOCK])).choices[0]
     assert (told.message.content, told.finish_reason) == (ANSWER, "stop")
+
+
+def test_null_is_as_good_as_absent(server: Server) -> None:
+    function = {"name": "f", "parameters": None, "description": None, "strict": None}
+    more = {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "max_tokens": 300}
+    found = server.ask(PATH, asked() | more | {"temperature": 1, "seed": 1, "response_format": None})
+    assert found.status == 200, found.json
 
 
 def test_a_stream_has_the_same_call(client: openai.OpenAI) -> None:

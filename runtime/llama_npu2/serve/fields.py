@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ def number(least: float, most: float) -> Check:
     """Return a check for a number from `least` to `most`, both included."""
 
     def check(value: Any) -> None:
-        if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+        if type(value) not in (int, float) or not least <= value <= most:
             raise Invalid(value, f"a number from {least:g} to {most:g}")
 
     return check

@@ -94,6 +94,10 @@ def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def _without_null(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _as_object(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": json.loads(function["arguments"] or "{}")}
 
@@ -103,7 +107,7 @@ class Tools:
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
         """Raises RequestError if `tools` and `tool_choice` do not fit."""
-        self.given: list[dict[str, Any]] = asked.get("tools", [])
+        self.given = [{**each, "function": _without_null(each["function"])} for each in asked.get("tools", [])]
         wanted = asked.get("tool_choice", "auto")
         functions = {each["function"]["name"]: each["function"] for each in self.given}
         if len(functions) < len(self.given):

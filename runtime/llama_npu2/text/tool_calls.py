@@ -40,8 +40,8 @@ def calls_of(text: str) -> list[Call]:
         raise ValueError("it is no call")
     try:
         found = list(_calls(text))
-        for call in found:
-            _ = call.text
+        if not found or not all(call.name and call.text for call in found):
+            raise ValueError("it has no name")
     except (SyntaxError, RecursionError, MemoryError, TypeError) as error:
         raise ValueError(f"it is no call ({type(error).__name__})") from None
     return found
