@@ -231,7 +231,7 @@ def built(project: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     failed = request.session.testsfailed
     yield copied
     if request.session.testsfailed == failed:
-        shutil.rmtree(copied)
+        shutil.rmtree(copied, ignore_errors=True)  # a test may have made parts of it read-only
 
 
 @pytest.fixture(scope="session")
