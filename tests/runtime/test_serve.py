@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing
+from contextlib import ExitStack, aclosing, closing
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -645,6 +645,15 @@ def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(GoneError):
         asyncio.run(stream({}, receive, send))
     assert closed == [True, False]
+
+
+def test_idle_connections_shut_nobody_out_for_long(demo: Path) -> None:
+    few = f"{HASTY}\nimport resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))"
+    with serving(demo, before=few) as running, ExitStack() as idle:
+        for _ in range(150):  # more than it can take, fewer than wait in the queue of its port
+            connection = idle.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=15))
+            connection.sendall(b"POST ")
+        assert running.ask("/health").status == 200
 
 
 def test_streams_are_finished_before_the_server_ends(demo: Path) -> None:
