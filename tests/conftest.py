@@ -152,13 +152,14 @@ def of_command_line(variables: Mapping[str, object]) -> dict[str, str]:
     return {names[name]: str(value) for name, value in variables.items()}
 
 
-def build(checkpoint: Path | str, artifacts: Path, **variables: object) -> Path:
-    """What `doit compile` does, in this process, which has imported it all; returns the artifact directory.
+def build(checkpoint: Path | str, artifacts: Path, *, portable: bool = False, **variables: object) -> Path:
+    """What doit builds before it runs a model, in this process, which has imported it all; returns the directory.
 
-    Steps run one after the other. doit itself runs in tests of the pipeline.
+    Steps run one after the other. doit itself runs in tests of the pipeline. `portable`: for all instruction sets, as
+    `doit compile` does, which takes two to four times as long.
     """
     given = {"model": str(checkpoint), "artifacts": str(artifacts), **of_command_line(variables)}
-    build = Build(parse_options({"target": "cpu"} | given))
+    build = Build(parse_options({"target": "cpu"} | given), portable)
     build.need_tools()
     with build.project.lock:
         for step in build.steps.values():
@@ -184,7 +185,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo(artifacts: Path) -> Path:
     """Artifact directory of the shipped model, built once per test session. Not to be changed by a test."""
-    return build("demo", artifacts)
+    return build("demo", artifacts, portable=True)
 
 
 @pytest.fixture(scope="session")

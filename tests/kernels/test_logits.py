@@ -73,7 +73,7 @@ def case(
     """Checkpoint directory, artifact directory, vocabulary size."""
     checkpoint = tmp_path_factory.mktemp("checkpoints") / request.param
     config = write_checkpoint(checkpoint, **({"dtype": bfloat16} | CASES[request.param]))
-    return checkpoint, build(checkpoint, artifacts), config.vocab
+    return checkpoint, build(checkpoint, artifacts, portable=True), config.vocab
 
 
 def transformers_logits(checkpoint: Path, ids: list[int], dtype: str) -> np.ndarray:

@@ -49,8 +49,8 @@ def test_two_thousand_manifests(demo: Path, artifacts: Path, tmp_path: Path, mon
     write_checkpoint(tmp_path / "odd", **ODD_WIDTHS)
     directories = [
         demo,
-        build("demo", artifacts, weights="int4", kv="int8"),
-        build(tmp_path / "odd", artifacts, weights="int8,w_down=w8a8"),
+        build("demo", artifacts, portable=True, weights="int4", kv="int8"),
+        build(tmp_path / "odd", artifacts, portable=True, weights="int8,w_down=w8a8"),
     ]
     for isa, count in (("", 1000), ("avx2", 500), ("portable", 500)):
         monkeypatch.setenv("LLAMA_NPU2_ISA", isa)
@@ -67,8 +67,8 @@ def test_schedules_and_tables_of_blocks_leave_no_buffer(
     write_checkpoint(tmp_path / "odd", **ODD_WIDTHS, max_position_embeddings=1024)
     directories = [
         demo,
-        build("demo", artifacts, weights="int4", kv="int8"),
-        build(tmp_path / "odd", artifacts, weights="int8,w_down=w8a8", kv="int8"),
+        build("demo", artifacts, portable=True, weights="int4", kv="int8"),
+        build(tmp_path / "odd", artifacts, portable=True, weights="int8,w_down=w8a8", kv="int8"),
     ]
     for isa, count in (("", 150), ("avx2", 75), ("portable", 30)):
         monkeypatch.setenv("LLAMA_NPU2_ISA", isa)

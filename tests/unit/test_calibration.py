@@ -177,7 +177,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(model: Path, artifacts: Path) -> Path:
     """Its artifact directory. Not to be changed by a test."""
-    return build(model, artifacts, weights="int4", calibrate=model.with_name("text.txt"))
+    return build(model, artifacts, portable=True, weights="int4", calibrate=model.with_name("text.txt"))
 
 
 def test_activations_are_those_of_the_runtime(made: Path) -> None:
