@@ -357,6 +357,7 @@ RUNTIME: dict[str, tuple[tuple[str, ...], str]] = {
     "bad_bias": (("hi", "--logit-bias=the:1"), "--logit-bias=the:1: must be a token's number, a colon"),
     "logprobs_without_json": (("hi", "--n=2", "--logprobs=1"), "--logprobs=1: not for one text"),
     "replies_of_a_chat": (("chat", "--n=2"), "--n is for llama-npu2 run"),
+    "no_draft": (("hi", "--draft=nowhere"), "nowhere is not a directory"),
     "bad_threads": (("hi", "--threads=-3"), "--threads=-3: must be at least 0"),
 }
 

@@ -33,7 +33,7 @@ class Drafting:
 
 def check_drafts(directory: str | Path, small: Manifest, large: Manifest) -> None:
     """Check that a small model can draft for a large one. Raises UserError."""
-    for manifest, which in ((large, f"{large.directory} for a device that"), (small, "for a device that")):
+    for manifest, which in ((large, f"{large.directory} is for a device that"), (small, "it is for a device that")):
         if not manifest.plans or not cache_blocks(manifest):
             raise OptionError("draft", directory, f"{which} holds one sequence alone: give artifacts of target=cpu")
     digests = {manifest.files.get(_TOKENIZER, {}).get("sha256") for manifest in (small, large)}
