@@ -28,6 +28,17 @@ struct ByteRow {
     FixedRow fixed;
 };
 
+// As FixedRows.
+template <int64_t inputs>
+struct ByteRows {
+    ByteRow<inputs> first;
+    int64_t bytes;
+
+    INLINE_MEMBER ByteRow<inputs> row(int64_t r) const {
+        return {reinterpret_cast<ByteGroup<inputs> *>(reinterpret_cast<char *>(first.groups) + r * bytes), first.fixed.behind(r * bytes)};
+    }
+};
+
 // The memory of a row, as FixedSize.
 template <int64_t group>
 struct ByteSize {
@@ -46,12 +57,14 @@ template <class Format>
 struct Taken {
     using Size = FixedSize;
     using Row = FixedRow;
+    using Rows = FixedRows;
 };
 
 template <class Stored>
 struct Taken<A8<Stored>> {
     using Size = ByteSize<Stored::inputs>;
     using Row = ByteRow<Stored::inputs>;
+    using Rows = ByteRows<Stored::inputs>;
 };
 
 template <class Format>
@@ -59,6 +72,9 @@ using SizeOf = typename Taken<Format>::Size;
 
 template <class Format>
 using RowOf = typename Taken<Format>::Row;
+
+template <class Format>
+using RowsOf = typename Taken<Format>::Rows;
 
 template <class Format>
 constexpr bool takes_bytes = !std::is_same_v<RowOf<Format>, FixedRow>;

@@ -258,37 +258,47 @@ INLINE void multiply_minima(int64_t rows, const MinimaTileArgs &args) {
 
 // Rows of a product that are multiplied with weights as they lie, as one vector is (grouped_gemv.h): widening them would take
 // longer than that. A tile of such rows is a panel's, and its rows are as many as leave their sums in registers.
-#if ISA_LANES == 8
+#if ISA_LANES >= 8 && !ISA_AMX
 
 template <class Format>
-constexpr int64_t direct_rows = takes_bytes<Format> ? 0 : 4;
+constexpr int64_t direct_rows = ISA_LANES == 16 ? 16 : takes_bytes<Format> ? 0 : 4;
 
+#if ISA_LANES == 16
+template <class Format>
+constexpr int64_t direct_tile_rows = tile_rows;
+#else
 template <class Format>
 constexpr int64_t direct_tile_rows = by_bytes<Format> ? 2 : 4;
+#endif
 
 // out[r][i] += the share of groups `group` to `until` - 1 of a panel, of one block of x, for r < R. What lies `ahead` bytes from
 // each line begins to be read.
 template <class Format, int R>
-void direct_tile(const uint8_t *panel, int64_t ahead, int64_t group, int64_t until, FixedRows x, float *out, int64_t out_stride) {
+void direct_tile(const uint8_t *panel, int64_t ahead, int64_t group, int64_t until, const RowsOf<Format> &x, float *out,
+                 int64_t out_stride) {
     using Panel = GroupedPanel<Format>;
     const int64_t block = group * Format::inputs / fixed_inputs;
-    f32v total[R][sum_vectors] = {};
+    f32v total[R][sum_vectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < sum_vectors; v++) total[r][v] = begin_block<Format>(out + r * out_stride + v * lanes);
     for (; group < until; group++) {
         i32v sum[R * sum_vectors];
         if (group % Panel::block_groups == 0) __builtin_prefetch(Panel::scales(panel, group) + ahead, 0, 2);
-        sums_of_rows<Format, Panels<1>, true, R>(Panel::numbers(panel, group), 0, ahead, x.first.numbers + group * Format::inputs,
-                                                 x.bytes / 2, x.first.sums + group, x.bytes / 4, sum);
+        sums_of_group<Format, Panels<1>, true, R>(x, group, Panel::numbers(panel, group), 0, ahead, sum);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int64_t v = 0; v < sum_vectors; v++)
-                total[r][v] = add_group<Format>(total[r][v], sum[r * sum_vectors + v], Panel::scales(panel, group), v * lanes);
+                total[r][v] = add_group<Format>(total[r][v], sum[r * sum_vectors + v], x.row(r), group, Panel::scales(panel, group),
+                                                v * lanes);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
         for (int64_t v = 0; v < sum_vectors; v++)
-            add_block(out + r * out_stride + v * lanes, total[r][v], x.row(r).units[block]);
+            end_block<Format>(out + r * out_stride + v * lanes, total[r][v], x.row(r), block);
 }
 
 #else
@@ -417,7 +427,7 @@ private:
         }
     }
 
-#if ISA_LANES == 8
+#if ISA_LANES >= 8 && !ISA_AMX
     // As multiply_rows, of one block of x and with weights as they lie. Asks for `next` meanwhile.
     void multiply_directly(int64_t column, int64_t row, int64_t rows, int64_t first, int64_t count, const Upcoming &next,
                            float *products) const {

@@ -28,32 +28,42 @@ INLINE void split_bytes(int16_t *numbers, int64_t count) {
     }
 }
 
-// sums of a group of P panels, `size` bytes apart. x: the group's, split into bytes. With `fetch`, what lies `ahead` bytes
-// from its numbers begins to be read.
-template <class Format, class Some, bool fetch>
-INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int32_t sum_of_x, i32v *sums) {
+// sums[r * P + p] of a group of P panels, `size` bytes apart, times R rows of x, split into bytes. Rows of x are `x_stride`
+// numbers apart, and `sums_of_x`, those of a row's group, `sums_stride`. With `fetch`, what lies `ahead` bytes from the group's
+// numbers begins to be read.
+template <class Format, class Some, bool fetch, int R>
+INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int64_t x_stride,
+                         const int32_t *sums_of_x, int64_t sums_stride, i32v *sums) {
     constexpr int P = Some::value;
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
-    __m512i low[P], high[P];
+    __m512i low[R * P], high[R * P];
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) {
-        low[p] = (__m512i)(-Format::zero * sum_of_x - i32v{});
-        high[p] = _mm512_setzero_si512();
+    for (int v = 0; v < R * P; v++) {
+        low[v] = (__m512i)(-Format::zero * sums_of_x[v / P * sums_stride] - i32v{});
+        high[v] = _mm512_setzero_si512();
     }
 #pragma GCC unroll 8
     for (int i = 0; i < quads; i++) {
-        const __m512i lower = (__m512i)splat_pair(x + i * quad), upper = (__m512i)splat_pair(x + i * quad + 2);
+        __m512i lower[R], upper[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            lower[r] = (__m512i)splat_pair(x + r * x_stride + i * quad);
+            upper[r] = (__m512i)splat_pair(x + r * x_stride + i * quad + 2);
+        }
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             const uint8_t *own = numbers + p * size;
             if (fetch && i % per_line == 0) prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead + p * Some::skew);
             const __m512i four = (__m512i)Format::quad_at(own, i, 0);
-            low[p] = _mm512_dpbusd_epi32(low[p], four, lower);
-            high[p] = _mm512_dpbusd_epi32(high[p], four, upper);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                low[r * P + p] = _mm512_dpbusd_epi32(low[r * P + p], four, lower[r]);
+                high[r * P + p] = _mm512_dpbusd_epi32(high[r * P + p], four, upper[r]);
+            }
         }
     }
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) sums[p] = (i32v)_mm512_add_epi32(_mm512_slli_epi32(high[p], 8), low[p]);
+    for (int v = 0; v < R * P; v++) sums[v] = (i32v)_mm512_add_epi32(_mm512_slli_epi32(high[v], 8), low[v]);
 }
 
 #else
@@ -114,8 +124,7 @@ struct ByteSum {
 
 #endif
 
-// As group_sums, of R rows of x: sums[r * P * sum_vectors + v]. Rows of x are `x_stride` numbers apart, and `sums_of_x`, those
-// of a row's group, `sums_stride`. x is in bytes only where `by_bytes` says so. One walk for both loops, with what each does to a
+// As with AVX512: sums[r * P * sum_vectors + v]. x is in bytes only where `by_bytes` says so. One walk for both loops, with what each does to a
 // quad as its argument, takes 8 % longer with g++ 12.
 template <class Format, class Some, bool fetch, int R>
 INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int64_t x_stride,
@@ -182,11 +191,6 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
     }
 }
 
-template <class Format, class Some, bool fetch>
-INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int32_t sum_of_x, i32v *sums) {
-    sums_of_rows<Format, Some, fetch, 1>(numbers, size, ahead, x, 0, &sum_of_x, 0, sums);
-}
-
 #endif
 
 // A group's sum of products with x in 8 bits, of a vector of outputs: quads of weights are added to it in their order.
@@ -246,32 +250,37 @@ struct QuadSum {
 #endif
 };
 
-// sums[P * sum_vectors] of a group of P panels, `size` bytes apart, times group g of a row: as group_sums.
-template <class Format, class Some, bool fetch>
-INLINE void sums_of_group(const FixedRow &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
-    group_sums<Format, Some, fetch>(numbers, size, ahead, x.numbers + g * Format::inputs, x.sums[g], sums);
+// sums[r * P * sum_vectors + v] of a group of P panels, `size` bytes apart, times group g of R rows.
+template <class Format, class Some, bool fetch, int R>
+INLINE void sums_of_group(const FixedRows &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
+    sums_of_rows<Format, Some, fetch, R>(numbers, size, ahead, x.first.numbers + g * Format::inputs, x.bytes / 2, x.first.sums + g,
+                                         x.bytes / 4, sums);
 }
 
-template <class Format, class Some, bool fetch>
-INLINE void sums_of_group(const ByteRow<Format::inputs> &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
+template <class Format, class Some, bool fetch, int R>
+INLINE void sums_of_group(const ByteRows<Format::inputs> &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
     constexpr int P = Some::value, V = P * sum_vectors;
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
-    QuadSum<Format> sum[V];
+    QuadSum<Format> sum[R * V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) sum[v].begin(x.groups[g].begin);
+    for (int v = 0; v < R * V; v++) sum[v].begin(Format::zero == 0 ? 0 : x.row(v / V).groups[g].begin);
 #pragma GCC unroll 8
     for (int i = 0; i < quads; i++) {
-        const typename QuadSum<Format>::Inputs four = QuadSum<Format>::inputs(x.groups[g].numbers + i * quad);
+        typename QuadSum<Format>::Inputs four[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) four[r] = QuadSum<Format>::inputs(x.row(r).groups[g].numbers + i * quad);
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
             if (fetch && i % per_line == 0 && v % sum_vectors == 0)
                 prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead + v / sum_vectors * Some::skew);
-            sum[v].add(i, Format::quad_at(own, i, v % sum_vectors * lanes * quad), four);
+            const quadv line = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) sum[r * V + v].add(i, line, four[r]);
         }
     }
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) sums[v] = sum[v].total();
+    for (int v = 0; v < R * V; v++) sums[v] = sum[v].total();
 }
 
 // The total of groups with group g, whose sum is `sum`: as add_group of grouped.h.
@@ -382,10 +391,10 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const RowOf
             const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
             i32v sum[vectors];
             if (!asks && g < near_end) {
-                sums_of_group<Format, Some, false>(x, g, numbers, size, ahead, sum);
+                sums_of_group<Format, Some, false, 1>({x, 0}, g, numbers, size, ahead, sum);
             } else {
                 prefetch_scales<Format, Some>(fetched, size, g + offset);
-                sums_of_group<Format, Some, true>(x, g, numbers, size, ahead, sum);
+                sums_of_group<Format, Some, true, 1>({x, 0}, g, numbers, size, ahead, sum);
             }
 #pragma GCC unroll 8
             for (int64_t v = 0; v < vectors; v++) {
