@@ -257,48 +257,67 @@ INLINE void multiply_minima(int64_t rows, const MinimaTileArgs &args) {
 #endif
 
 // Rows of a product that are multiplied with weights as they lie, as one vector is (grouped_gemv.h): widening them would take
-// longer than that. A tile of such rows is a panel's, and its rows are as many as leave their sums in registers.
+// longer than that. A tile has as many of such rows as leave their sums in registers.
 #if ISA_LANES >= 8 && !ISA_AMX
 
 template <class Format>
 constexpr int64_t direct_rows = ISA_LANES == 16 ? 16 : takes_bytes<Format> ? 0 : 4;
 
+// Panels of a tile: two streams are read faster than one.
+constexpr int direct_panels = ISA_LANES == 16 ? 2 : 1;
+
 #if ISA_LANES == 16
-template <class Format>
-constexpr int64_t direct_tile_rows = tile_rows;
+template <class>
+constexpr int64_t direct_tile_rows = 4;
 #else
 template <class Format>
 constexpr int64_t direct_tile_rows = by_bytes<Format> ? 2 : 4;
 #endif
 
-// out[r][i] += the share of groups `group` to `until` - 1 of a panel, of one block of x, for r < R. What lies `ahead` bytes from
-// each line begins to be read.
+// How far ahead of a panel's numbers lines are asked for: a group, where the machine asks for what comes later.
+template <class Format>
+INLINE int64_t direct_ahead() {
+    return reads_ahead && ISA_LANES == 16 ? Format::number_bytes : prefetch_lines * line_bytes;
+}
+
+// out[r][p * panels_apart * panel_rows + i] += the share of groups `group` to `until` - 1 of panels `size` bytes apart, for r < R.
+// The first group begins a block of x. What lies `ahead` bytes from each line begins to be read.
+constexpr int64_t panels_apart = group_panels / direct_panels;
+
 template <class Format, int R>
-void direct_tile(const uint8_t *panel, int64_t ahead, int64_t group, int64_t until, const RowsOf<Format> &x, float *out,
-                 int64_t out_stride) {
+void direct_tile(const uint8_t *panel, int64_t size, int64_t ahead, int64_t group, int64_t until, const RowsOf<Format> &x,
+                 float *out, int64_t out_stride) {
     using Panel = GroupedPanel<Format>;
-    const int64_t block = group * Format::inputs / fixed_inputs;
-    f32v total[R][sum_vectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int64_t v = 0; v < sum_vectors; v++) total[r][v] = begin_block<Format>(out + r * out_stride + v * lanes);
-    for (; group < until; group++) {
-        i32v sum[R * sum_vectors];
-        if (group % Panel::block_groups == 0) __builtin_prefetch(Panel::scales(panel, group) + ahead, 0, 2);
-        sums_of_group<Format, Panels<1>, true, R>(x, group, Panel::numbers(panel, group), 0, ahead, sum);
+    constexpr int64_t block_groups = fixed_inputs / Format::inputs, V = direct_panels * sum_vectors;
+    const auto place = [&](int r, int64_t v) {
+        return out + r * out_stride + v / sum_vectors * panels_apart * panel_rows + v % sum_vectors * lanes;
+    };
+    while (group < until) {
+        const int64_t block = group / block_groups, end = group + block_groups < until ? group + block_groups : until;
+        f32v total[R][V];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int64_t v = 0; v < sum_vectors; v++)
-                total[r][v] = add_group<Format>(total[r][v], sum[r * sum_vectors + v], x.row(r), group, Panel::scales(panel, group),
-                                                v * lanes);
+            for (int64_t v = 0; v < V; v++) total[r][v] = begin_block<Format>(place(r, v));
+        for (; group < end; group++) {
+            i32v sum[R * V];
+            if (group % Panel::block_groups == 0)
+                for (int64_t p = 0; p < direct_panels; p++)
+                    __builtin_prefetch(Panel::scales(panel + p * size, group) + ahead, 0, 2);
+            sums_of_group<Format, Panels<direct_panels>, true, R>(x, group, Panel::numbers(panel, group), size, ahead, sum);
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < V; v++) {
+                const PanelScales<Format> scales(panel, size, group, v);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++)
+                    total[r][v] = add_group<Format>(total[r][v], sum[r * V + v], x.row(r), group, scales.own, scales.output);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < V; v++) end_block<Format>(place(r, v), total[r][v], x.row(r), block);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int64_t v = 0; v < sum_vectors; v++)
-            end_block<Format>(out + r * out_stride + v * lanes, total[r][v], x.row(r), block);
 }
 
 #else
@@ -358,6 +377,8 @@ public:
     }
 
     void multiply(const GemmTask &task) {
+        if constexpr (direct_rows<Format> > 0)
+            if (direct_) return this->multiply_directly(task);
         const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first;
         const bool few = rows <= few_rows;
         const int64_t block = few ? fixed_groups : groups_per_block, kept = groups_.kept(groups > block);
@@ -366,18 +387,15 @@ public:
             const int64_t count = groups - done < block ? groups - done : block;
             const bool last = done + count == groups;
             const Upcoming next = groups_.upcoming(task, last ? groups_.panel_elements : Panel::offset(done + count), Panel::offset(block));
-            if (!direct_) widen(task.group, done, count, few ? next : Upcoming{});
+            widen(task.group, done, count, few ? next : Upcoming{});
             for (int64_t step = 0; step < steps.count; step++) {
                 const int64_t at = steps.first(step), row = task.first + at, some = steps.first(step + 1) - at;
                 float *products = products_ + at * kept;
                 if (done == 0) memset(products, 0, some * line_width * sizeof(float));
                 if (!few) next.fetch(step, steps.count);
                 if (last) groups_.expect(epilogue_, task.group, row, some);
-                if (!direct_)
-                    for (int64_t r = 0; r < some; r += product_rows)
-                        multiply_rows(row + r, some - r < product_rows ? some - r : product_rows, done, count, products + r * line_width);
-                else if constexpr (direct_rows<Format> > 0)
-                    this->multiply_directly(task.group, row, some, done, count, next, products);
+                for (int64_t r = 0; r < some; r += product_rows)
+                    multiply_rows(row + r, some - r < product_rows ? some - r : product_rows, done, count, products + r * line_width);
                 if (last) finish(task.group, row, some, products);
             }
         }
@@ -428,24 +446,28 @@ private:
     }
 
 #if ISA_LANES >= 8 && !ISA_AMX
-    // As multiply_rows, of one block of x and with weights as they lie. Asks for `next` meanwhile.
-    void multiply_directly(int64_t column, int64_t row, int64_t rows, int64_t first, int64_t count, const Upcoming &next,
-                           float *products) const {
+    // Panels are read one after the other, as they lie. Rows of several tiles take a panel block by block.
+    void multiply_directly(const GemmTask &task) {
+        const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first;
         const Steps steps = {rows, direct_tile_rows<Format>};
-        for (int64_t p = 0; p < group_panels; p++) {
-            const uint8_t *panel = groups_.panel(column, p);
-            int64_t ahead = 0;
-            if (next.bytes > 0) ahead = reinterpret_cast<const uint8_t *>(next.panels[p]) - panel - Panel::offset(first);
-            for (int64_t step = 0; step < steps.count; step++) {
-                const int64_t at = steps.first(step);
-                with_rows(steps.first(step + 1) - at, [&](auto known) {
-                    if constexpr (known.count <= direct_tile_rows<Format>)
-                        direct_tile<Format, known.count>(panel, ahead, first, first + count, {taken(row + at), size_.bytes()},
-                                                         products + at * line_width + p * panel_rows, line_width);
-                });
-                ahead = 0;
-            }
+        const int64_t block = steps.count == 1 ? groups : fixed_groups;
+        memset(products_, 0, rows * line_width * sizeof(float));
+        groups_.expect(epilogue_, task.group, task.first, rows);
+        for (int64_t p = 0; p < panels_apart; p++) {
+            const uint8_t *first = groups_.panel(task.group, p);
+            const int64_t size = groups_.panel(task.group, p + group_panels - panels_apart) - first;
+            for (int64_t done = 0; done < groups; done += block)
+                for (int64_t step = 0; step < steps.count; step++) {
+                    const int64_t at = steps.first(step), until = done + block < groups ? done + block : groups;
+                    with_rows(steps.first(step + 1) - at, [&](auto known) {
+                        if constexpr (known.count <= direct_tile_rows<Format>)
+                            direct_tile<Format, known.count>(first, size, step == 0 ? direct_ahead<Format>() : 0, done, until,
+                                                             {taken(task.first + at), size_.bytes()},
+                                                             products_ + at * line_width + p * panel_rows, line_width);
+                    });
+                }
         }
+        finish(task.group, task.first, rows, products_);
     }
 #endif
 
