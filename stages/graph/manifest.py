@@ -15,7 +15,6 @@ from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
 from stages.model.buffers import PACKED, PLANNED
 from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
-from stages.model.policy import BF16
 from stages.weights.formats import formats
 
 Spec = Mapping[str, Any]
@@ -46,8 +45,7 @@ def write_manifest(
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
     described = describe(directory, programs, target)
     described["model"] = {
-        **{"name": model, "weights": plan["weights"], "kv": plan["kv"]},
-        **({} if plan["activations"] == BF16.activations else {"activations": plan["activations"]}),
+        **{"name": model, **{field: plan[field] for field in ("weights", "kv", "activations")}},
         **({"calibration": read_json(directory / CALIBRATION)} if calibrated else {}),
         **({"adapters": adapters} if adapters else {}),
         **_read_model(directory, plan),
