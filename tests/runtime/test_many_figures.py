@@ -198,10 +198,23 @@ REPEATING = {
     "JSON": [
         _again("json", f"{_JSON}\n", old, new) for old, new in (("city", "town"), ("Paris", "Rome"), ("31", "32"))
     ],
+    "edits, asked for": [
+        f"Rename {old} to {new} in this code. Answer with all of the code.\n\n{_FENCE}python\n{_CODE}{_FENCE}"
+        for old, new in (("width", "w"), ("items", "data"), ("Stack", "Pile"))
+    ],
+    "JSON, asked for": [
+        f"{what} in this JSON. Answer with the JSON only.\n\n{_FENCE}json\n{_JSON}\n{_FENCE}"
+        for what in ("Replace 31 by 32", "Rename the key city to town", "Replace Paris by Rome")
+    ],
 }
 _THINGS = ("a cat", "rain", "the sea", "a bridge", "bread", "winter", "a clock", "music", "a garden", "the moon")
 _WISHES = ("Write a story about {}.", "Explain {} to a child.", "Write a poem about {}.", "What do you know about {}?")
 FREE = [wish.format(thing) for thing in _THINGS for wish in _WISHES]
+
+
+def _is_raw(prompt: str) -> bool:
+    """Return whether a prompt is one of `_again`, which ends where the second text begins."""
+    return prompt.endswith("\n")
 
 
 def speedup(llm: Llama, prompt: str, length: int) -> tuple[float, int]:
@@ -209,7 +222,8 @@ def speedup(llm: Llama, prompt: str, length: int) -> tuple[float, int]:
     times: dict[bool, list[float]] = {False: [], True: []}
     found = []
     for llm.speculate in (False, True) * 3:
-        reply = llm.generate(prompt, raw=_FENCE in prompt, max_tokens=length, stop=_FENCE).whole()
+        raw = _is_raw(prompt)
+        reply = llm.generate(prompt, raw=raw, max_tokens=length, stop=_FENCE if raw else ()).whole()
         times[llm.speculate].append(reply.stats.tpot)
         found.append(reply.tokens)
     assert all(each == found[0] for each in found)
@@ -245,7 +259,7 @@ def test_drawn_replies_are_the_same_with_drafts(llm: Llama) -> None:
         }
         prompt, found = draw.choice(texts), []
         for llm.speculate in (False, True):
-            found.append([*llm.complete(prompt, raw=_FENCE in prompt, n=5, **asked)])
+            found.append([*llm.complete(prompt, raw=_is_raw(prompt), n=5, **asked)])
         for one, other in zip(*found, strict=True):
             assert (one.tokens, one.text, one.logprobs) == (other.tokens, other.text, other.logprobs)
         count += len(found[0])
