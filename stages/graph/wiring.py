@@ -166,13 +166,11 @@ class Wiring:
 
     def _plan(self) -> Step:
         policy = self.build.policy
-        chosen: dict[str, Any] = {
-            "buckets": self.build.buckets,
-            "context": self.build.context,
-            "policy": policy.recorded,
-        }
-        action = partial(write_plan, self.directory, self.grouping, self.target.kernel_set, **chosen)
-        params = {"grouping": asdict(self.grouping), "set": self.target.kernel_set, **chosen}
+        chosen: dict[str, Any] = {"buckets": self.build.buckets, "context": self.build.context}
+        action = partial(
+            write_plan, self.directory, self.grouping, self.target.kernel_set, **chosen, policy=policy.recorded
+        )
+        params = {"grouping": asdict(self.grouping), "set": self.target.kernel_set, **chosen, **policy.recorded}
         doc = "Derive the buffers and the order of calls."
         return self._step("plan", doc, action, [PLAN, PACKING], [self.directory / CONFIG], params=params)
 

@@ -181,7 +181,7 @@ HOST = [
     ),
     Fault(
         "index",
-        "grouped_products.h",
+        "grouped_kernels.h",
         "{bytes(weight)};\n    GroupedGemm<FORMAT, AddResidual>",
         "{bytes(weight) + 16};\n    GroupedGemm<FORMAT, AddResidual>",
         ("int8_gemm_add", "prefill", 1),
@@ -189,7 +189,7 @@ HOST = [
     ),
     Fault(
         "index",
-        "grouped_products.h",
+        "grouped_kernels.h",
         "{bytes(weight)};\n    GroupedGemv<FORMAT, AddResidual>(weights, out_cols, cols, {residual",
         "{bytes(weight)};\n    GroupedGemv<FORMAT, AddResidual>(weights, out_cols, cols, {residual + 1",
         ("int8_gemv_add", "decode", 1),

@@ -213,7 +213,7 @@ class Session:
     def _save(self, name: str) -> None:
         path, llm = _path("save", name), self.llm
         context = _context_of(path)
-        keeps = bool(self.conversation.turns) and self.current and llm.holds_many
+        keeps = bool(self.conversation.turns) and self.current and llm.holds_many and llm.position > 0
         if keeps and os.path.lexists(context) and not is_context(context):
             raise UserError(f"{context} is there and is no context: choose another name")
         self.conversation.save(path)
