@@ -377,8 +377,10 @@ public:
     }
 
     void multiply(const GemmTask &task) {
+#if ISA_LANES >= 8 && !ISA_AMX
         if constexpr (direct_rows<Format> > 0)
-            if (direct_) return this->multiply_directly(task);
+            if (direct_) return multiply_directly(task);
+#endif
         const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first;
         const bool few = rows <= few_rows;
         const int64_t block = few ? fixed_groups : groups_per_block, kept = groups_.kept(groups > block);
