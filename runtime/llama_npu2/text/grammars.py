@@ -159,6 +159,7 @@ class Constraint:
 
     def follow(self, token: int) -> None:
         """Append a token to the reply. Raises UserError."""
+        self._mask.result()  # a matcher takes one call at a time
         self._matcher.consume_token(token)
         self._check()
         self.complete = self._matcher.is_stopped()
