@@ -40,14 +40,14 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _kept_alive(events: AsyncIterator[bytes], heartbeat: bytes) -> AsyncGenerator[bytes]:
-    """Yield events, and `heartbeat` whenever none has come for a while."""
+async def _kept_alive(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield events, and a comment whenever none has come for a while."""
     coming: asyncio.Future[bytes] | None = None
     try:
         while True:
             coming = asyncio.ensure_future(anext(events))
             while not (await asyncio.wait({coming}, timeout=HEARTBEAT))[0]:
-                yield heartbeat
+                yield b": ping\n\n"
             try:
                 yield coming.result()
             except StopAsyncIteration:
@@ -63,16 +63,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes],
-        close: Callable[[], None],
-        heartbeat: bytes = b": ping\n\n",
-        media_type: str = "text/event-stream",
-    ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
+    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._close, self._heartbeat = events, close, heartbeat
+        self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -83,7 +77,7 @@ class EventStream(Response):
     async def _sent(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with aclosing(self._events), aclosing(_kept_alive(self._events, self._heartbeat)) as chunks:
+            async with aclosing(self._events), aclosing(_kept_alive(self._events)) as chunks:
                 async for chunk in chunks:
                     async with asyncio.timeout(SLOWEST):
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -92,11 +86,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def as_json(value: Any) -> bytes:
-    """Return a value as one line of JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-
-
-def event(value: Any, name: str = "") -> bytes:
+def event(value: Any) -> bytes:
     """Return a server-sent event with a JSON value."""
-    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + as_json(value) + b"\n\n"
+    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"

@@ -76,7 +76,7 @@ class Place:
         self.port: int = self._socket.getsockname()[1]
         loopback = _is_loopback(options.host)
         self.hosts = {*_LOCAL, self.shown.lower()} if loopback else set()
-        """By which names clients may ask for it; empty: by any."""
+        """The names by which clients may ask for it; empty: any name."""
         if not self.key and not loopback:
             print("note: whoever reaches this machine may use the model: give --api-key-file", file=sys.stderr)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +15,9 @@ from starlette.routing import Route
 
 from llama_npu2.options import Sampling
 from llama_npu2.schema import Check, flag, mapping, string, whole
+from llama_npu2.serve.answers import Answer, answered
+from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import biases, closed, number, only, stop
 from llama_npu2.serve.model import Model
@@ -82,9 +87,50 @@ def sampling(asked: Mapping[str, Any], max_tokens: int, logprobs: int | None) ->
     )
 
 
-def new_id(prefix: str) -> str:
-    """Return an id that no other answer has."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+def head(prefix: str, model: Model) -> dict[str, Any]:
+    """Return what every part of an answer says of it: its id, which no other answer has, its time and its model."""
+    made = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+    return {**made, "model": model.name, "system_fingerprint": model.fingerprint}
+
+
+def with_usage(asked: Mapping[str, Any]) -> bool:
+    """Return whether a stream ends with counts of tokens. Raises RequestError if there is no stream to say that of."""
+    if "stream_options" in asked and not asked.get("stream"):
+        raise RequestError(400, "stream_options must be left out: stream is not true", "stream_options")
+    return bool(asked.get("stream_options", {}).get("include_usage"))
+
+
+async def until_done(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield the events of a stream and the one that ends it, which says what went wrong if something did."""
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+        yield b"data: [DONE]\n\n"
+    except RequestError as error:
+        yield event(error_of(error))
+
+
+Fields = tuple[Mapping[str, Check], Mapping[str, Check]]
+"""Checks of the fields that a request must have, and of those that it may have."""
+
+
+def answering(
+    fields: Callable[[int], Fields], make: Callable[[Model, dict[str, Any]], Answer]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return what answers the requests to one path.
+
+    Args:
+        fields: the checks of a request, for a model with so many tokens in its vocabulary.
+        make: makes the answer to the fields of a request. Raises RequestError.
+    """
+
+    async def answer(request: Request) -> Response:
+        value = await read_json(request, request.app.most_bytes)
+        model = of_request(request, value)
+        return await answered(request, make(model, checked(value, closed(*fields(model.vocabulary)))))
+
+    return answer
 
 
 def of_request(request: Request, value: Any) -> Model:

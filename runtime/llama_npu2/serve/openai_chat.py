@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, Invalid, flag, inside, list_of, string, text, whole
 from llama_npu2.serve import tools
-from llama_npu2.serve.answers import answered
-from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import by, closed, left_out, only, word
@@ -25,11 +20,13 @@ from llama_npu2.serve.openai import (
     LABELS,
     MOST_TOKENS,
     STREAM,
-    error_of,
-    new_id,
-    of_request,
+    Fields,
+    answering,
+    head,
     sampling,
     sampling_fields,
+    until_done,
+    with_usage,
 )
 from llama_npu2.serve.replies import Replies
 from llama_npu2.text.replies import Piece
@@ -115,8 +112,8 @@ def _variables(value: Any) -> None:
             inside(key, left_out("it is no variable of chat templates"), item)
 
 
-def fields(vocabulary: int) -> tuple[dict[str, Check], dict[str, Check]]:
-    """Return the checks of the fields that a request must have, and of those that it may have."""
+def fields(vocabulary: int) -> Fields:
+    """Return the checks of a request."""
     optional: dict[str, Check] = {
         **sampling_fields(vocabulary),
         **STREAM,
@@ -184,17 +181,14 @@ class _Chat:
             raise RequestError(400, f"{model.name} has no chat template: use /v1/completions", "model")
         self.model, self.asked, self.n = model, asked, asked.get("n", 1)
         self.stream: bool = asked.get("stream", False)
-        if "stream_options" in asked and not self.stream:
-            raise RequestError(400, "stream_options must be left out: stream is not true", "stream_options")
+        self._with_usage = with_usage(asked)
         self.tools = tools.Tools(asked)
         if self.tools.forced and _wanted_schema(asked):
             raise RequestError(400, "response_format must be text: tool_choice forces a call", "response_format")
         one = asked.get("parallel_tool_calls") is False
         self._parts = [tools.Parts(self.tools, 1 if one else None) for _ in range(self.n)]
-        self._with_usage = (asked.get("stream_options") or {}).get("include_usage", False)
         self.replies = Replies(model, self.n)
-        self.head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model.name}
-        self.head |= {"system_fingerprint": model.fingerprint}
+        self.head = head("chatcmpl", model)
         self.ids: list[int] = []
 
     async def start(self) -> None:
@@ -262,30 +256,22 @@ class _Chat:
         made = {**self.head, "object": "chat.completion.chunk", "choices": choices}
         return event(made | ({"usage": usage} if self._with_usage else {}))
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    def events(self) -> AsyncGenerator[bytes]:
         """Yield the replies as events."""
-        try:
-            for number in range(self.n):
-                yield self._chunk([self._choice(number, "delta", {"role": "assistant", "content": ""})])
-            async with aclosing(self.replies.pieces()) as pieces:
-                async for number, piece in pieces:
-                    for delta in self._deltas(number, piece):
-                        yield self._chunk([self._choice(number, "delta", delta)])
-                    if piece is None:
-                        ended = {"finish_reason": self._reason(number)}
-                        yield self._chunk([self._choice(number, "delta", {}) | ended])
-            if self._with_usage:
-                yield self._chunk([], self.replies.usage([self.ids]))
-            yield b"data: [DONE]\n\n"
-        except RequestError as error:
-            yield event(error_of(error))
+        return until_done(self._chunks())
+
+    async def _chunks(self) -> AsyncGenerator[bytes]:
+        for number in range(self.n):
+            yield self._chunk([self._choice(number, "delta", {"role": "assistant", "content": ""})])
+        async with aclosing(self.replies.pieces()) as pieces:
+            async for number, piece in pieces:
+                for delta in self._deltas(number, piece):
+                    yield self._chunk([self._choice(number, "delta", delta)])
+                if piece is None:
+                    ended = {"finish_reason": self._reason(number)}
+                    yield self._chunk([self._choice(number, "delta", {}) | ended])
+        if self._with_usage:
+            yield self._chunk([], self.replies.usage([self.ids]))
 
 
-async def chat(request: Request) -> Response:
-    """Answer a request. Raises RequestError, GoneError."""
-    value = await read_json(request, request.app.most_bytes)
-    model = of_request(request, value)
-    return await answered(request, _Chat(model, checked(value, closed(*fields(model.vocabulary)))))
-
-
-ROUTES = [Route("/v1/chat/completions", chat, methods=["POST"])]
+ROUTES = [Route("/v1/chat/completions", answering(fields, _Chat), methods=["POST"])]

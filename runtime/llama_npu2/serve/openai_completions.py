@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, Invalid, flag, list_of, string, whole
-from llama_npu2.serve.answers import answered
-from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import closed, left_out, only, word
+from llama_npu2.serve.fields import left_out, only, word
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.openai import (
     LABELS,
     MOST_N,
     MOST_TOKENS,
     STREAM,
-    error_of,
-    new_id,
-    of_request,
+    Fields,
+    answering,
+    head,
     sampling,
     sampling_fields,
+    until_done,
+    with_usage,
 )
 from llama_npu2.serve.replies import Replies
 
@@ -53,8 +50,8 @@ def _prompts(vocabulary: int) -> Check:
     return check
 
 
-def fields(vocabulary: int) -> tuple[dict[str, Check], dict[str, Check]]:
-    """Return the checks of the fields that a request must have, and of those that it may have."""
+def fields(vocabulary: int) -> Fields:
+    """Return the checks of a request."""
     optional: dict[str, Check] = {
         **sampling_fields(vocabulary),
         **STREAM,
@@ -82,12 +79,9 @@ class _Completion:
             raise RequestError(400, f"best_of must be {self.n} or left out: all replies are returned", "best_of")
         if asked.get("echo") and "logprobs" in asked:
             raise RequestError(400, "logprobs must be left out: those of prompts are not supported", "logprobs")
-        if "stream_options" in asked and not self.stream:
-            raise RequestError(400, "stream_options must be left out: stream is not true", "stream_options")
-        self._with_usage = asked.get("stream_options", {}).get("include_usage", False)
+        self._with_usage = with_usage(asked)
         self.replies = Replies(model, len(self.prompts) * self.n)
-        self.head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time())}
-        self.head |= {"model": model.name, "system_fingerprint": model.fingerprint}
+        self.head = {**head("cmpl", model), "object": "text_completion"}
         self.ids: list[list[int]] = []
         self._echoed: list[str] = []
         self._offsets = [0] * len(self.prompts) * self.n
@@ -125,30 +119,22 @@ class _Completion:
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         return event({**self.head, "choices": choices} | ({"usage": usage} if self._with_usage else {}))
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    def events(self) -> AsyncGenerator[bytes]:
         """Yield the replies as events."""
-        try:
-            for number in range(len(self.replies.streams)):
-                if echoed := self._echo(number):
-                    yield self._chunk([self._choice(number, echoed)])
-            async with aclosing(self.replies.pieces()) as pieces:
-                async for number, piece in pieces:
-                    choice = self._choice(number, piece.text if piece else "")
-                    if piece is None:
-                        choice["finish_reason"] = self.replies.streams[number].completion.finish_reason
-                    yield self._chunk([choice])
-            if self._with_usage:
-                yield self._chunk([], self.replies.usage(self.ids))
-            yield b"data: [DONE]\n\n"
-        except RequestError as error:
-            yield event(error_of(error))
+        return until_done(self._chunks())
+
+    async def _chunks(self) -> AsyncGenerator[bytes]:
+        for number in range(len(self.replies.streams)):
+            if echoed := self._echo(number):
+                yield self._chunk([self._choice(number, echoed)])
+        async with aclosing(self.replies.pieces()) as pieces:
+            async for number, piece in pieces:
+                choice = self._choice(number, piece.text if piece else "")
+                if piece is None:
+                    choice["finish_reason"] = self.replies.streams[number].completion.finish_reason
+                yield self._chunk([choice])
+        if self._with_usage:
+            yield self._chunk([], self.replies.usage(self.ids))
 
 
-async def complete(request: Request) -> Response:
-    """Answer a request. Raises RequestError, GoneError."""
-    value = await read_json(request, request.app.most_bytes)
-    model = of_request(request, value)
-    return await answered(request, _Completion(model, checked(value, closed(*fields(model.vocabulary)))))
-
-
-ROUTES = [Route("/v1/completions", complete, methods=["POST"])]
+ROUTES = [Route("/v1/completions", answering(fields, _Completion), methods=["POST"])]

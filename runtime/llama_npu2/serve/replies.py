@@ -86,12 +86,6 @@ class Replies:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def whole(self) -> None:
-        """Wait until all replies have come. Raises RequestError."""
-        async with aclosing(self.pieces()) as pieces:
-            async for _ in pieces:
-                pass
-
     def new_logprobs(self, number: int) -> list[Logprob] | None:
         """Return the log-probabilities that a reply got since this was asked, without the end token's.
 
