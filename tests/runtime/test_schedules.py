@@ -9,14 +9,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from llama_npu2 import Llama, load
 from llama_npu2.artifact.plan import BLOCK_POSITIONS
-from llama_npu2.engine.batch import pool, scheduler, sequence
 from llama_npu2.engine.batch.scheduler import Scheduler
 from llama_npu2.engine.batch.sequence import Counts
 from llama_npu2.engine.native_steps import NativeSteps
@@ -25,10 +23,11 @@ from stages.model.policy import matrix_formats
 from tests.conftest import build
 from tests.kernels.test_families import FAMILIES, write
 from tests.support.model_schedules import Reply, alone, schedule
+from tests.support.schedule_faults import freed_early, kept_draft, no_owner, off_by_one
 from tests.support.schedules import all_back, drain, total
 
 Format = tuple[str, str]
-"""Of weights and of the KV cache."""
+"""A format of weights and one of the KV cache."""
 USUAL: Sequence[Format] = (("bf16", "bf16"), ("int4", "int8"), ("w8a8", "bf16"))
 """Formats of weights and of the KV cache that other tests build, too."""
 ROOM = 1 << 24
@@ -133,42 +132,8 @@ def test_prompts_may_part_at_every_position_of_a_block(models: Models, weights: 
     assert copies >= BLOCK_POSITIONS - 1
 
 
-def freed_early(patch: pytest.MonkeyPatch) -> None:
-    """A block that two hold is free once one of them gives it up."""
-    patch.setattr(pool.BlockPool, "share", lambda self, block: block)
-
-
-def off_by_one(patch: pytest.MonkeyPatch) -> None:
-    real = scheduler.Planned.run
-
-    def run(self: scheduler.Planned) -> Any:
-        made = real(self)
-        return made._replace(blocks=made.blocks[1:] + made.blocks[:1])
-
-    patch.setattr(scheduler.Planned, "run", run)
-
-
-def kept_draft(patch: pytest.MonkeyPatch) -> None:
-    """A token that was chosen beside a draft is followed by that draft's K and V."""
-    real = scheduler.Scheduler._choose
-
-    def choose(self: Scheduler, one: sequence.Sequence, drafts: list[int], logits: np.ndarray) -> None:
-        before = one.done
-        real(self, one, drafts, logits)
-        if drafts and one.done == before and not one.growing.finished:
-            one.growing.take(logits[1])
-            one.done += 1
-
-    patch.setattr(scheduler.Scheduler, "_choose", choose)
-
-
 def no_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NativeSteps, "copy_blocks", lambda self, pairs: None)
-
-
-def no_owner(patch: pytest.MonkeyPatch) -> None:
-    """Who writes into a block does not ask who else holds it."""
-    patch.setattr(sequence.Cache, "own_last", lambda self, one: None)
 
 
 @pytest.mark.parametrize("fault", [freed_early, off_by_one, kept_draft, no_copy, no_owner])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llama_npu2.engine.batch import pool, prefix_tree, scheduler, sequence
+from llama_npu2.engine.batch import prefix_tree, sequence
 from llama_npu2.engine.batch.drafts import Drafts, Wanted
 from llama_npu2.engine.batch.gain import LONGEST
 from llama_npu2.engine.batch.lookup import Lookup
@@ -22,6 +22,7 @@ from llama_npu2.engine.batch.sequence import Counts, Sequence
 from llama_npu2.engine.batch.small_model import Asked, SmallModel
 from llama_npu2.errors import UserError
 from tests.support.hashed_steps import POSITIONS, VOCAB, HashedSteps, logits_after
+from tests.support.schedule_faults import freed_early, kept_draft, no_owner, off_by_one
 from tests.support.schedules import all_back, drain, prompts, run, total
 
 CONTEXT = 96
@@ -116,39 +117,8 @@ def test_whatever_is_beside_a_sequence_changes_no_token(part: int) -> None:
     assert counts.rejected < counts.drafted
 
 
-def freed_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pool.BlockPool, "share", lambda self, block: block)
-
-
-def off_by_one(patch: pytest.MonkeyPatch) -> None:
-    real = scheduler.Planned.run
-
-    def run(self: scheduler.Planned) -> Any:
-        made = real(self)
-        return made._replace(blocks=made.blocks[1:] + made.blocks[:1])
-
-    patch.setattr(scheduler.Planned, "run", run)
-
-
-def kept_draft(patch: pytest.MonkeyPatch) -> None:
-    real = scheduler.Scheduler._choose
-
-    def choose(self: Scheduler, sequence: Sequence, drafts: list[int], logits: np.ndarray) -> None:
-        before = len(sequence.ids)
-        real(self, sequence, drafts, logits)
-        if drafts and len(sequence.ids) == before + 1 and not sequence.growing.finished:
-            sequence.growing.take(logits[1])
-            sequence.done += 1
-
-    patch.setattr(scheduler.Scheduler, "_choose", choose)
-
-
 def no_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HashedSteps, "copy_blocks", lambda self, pairs: None)
-
-
-def no_owner(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sequence.Cache, "own_last", lambda self, sequence: None)
 
 
 def never_freed(patch: pytest.MonkeyPatch) -> None:
@@ -428,7 +398,7 @@ def test_a_draft_goes_on_behind_tokens_that_were_replaced() -> None:
 
 
 def test_a_draft_stays_in_the_part_that_is_repeated() -> None:
-    """The same tokens stand in it twice, and later ones are those of the repetition itself."""
+    """Tokens may stand twice in the part; later ones that are found are those of the repetition itself."""
     part = [1, 2, 3, 10, 1, 2, 3, 20, 1, 2, 3, 30]
     drafts, text = Lookup(), [*part, 99, 1, 2, 3]
     drafts.find(text)
