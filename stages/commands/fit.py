@@ -80,8 +80,12 @@ def policies(build: Build) -> list[Policy]:
     """Return the policy of `weights=`, or one for each format that the target has kernels for."""
     if build.options.weights:
         return [build.policy]
-    options, formats = build.options, (name for name in matrix_formats() if build.target.runs(name))
-    return [build.multiplied(parse_policy(name, options.kv, activations=options.activations)) for name in formats]
+    options = build.options
+    return [
+        build.multiplied(parse_policy(name, options.kv, activations=options.activations))
+        for name in matrix_formats()
+        if build.target.runs(name)
+    ]
 
 
 def needs_of(build: Build, policy: Policy) -> Needs:

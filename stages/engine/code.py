@@ -128,9 +128,8 @@ def _file(name: str) -> Path | None:
     """Return the file of a project module, None if it is not of the project."""
     package, _, last = name.rpartition(".")
     if not package:
-        return next(
-            (p for root in filter(None, [_OWN.get(name)]) if (p := root / name / "__init__.py").is_file()), None
-        )
+        init = _OWN[name] / name / "__init__.py" if name in _OWN else None
+        return init if init and init.is_file() else None
     return _modules(package).get(last)
 
 

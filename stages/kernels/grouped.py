@@ -29,6 +29,7 @@ from llama_npu2.errors import UserError
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import (
+    ACTIVATIONS,
     HOST_SET,
     Arg,
     Kernel,
@@ -37,7 +38,6 @@ from stages.kernels import (
     bias,
     experts,
     feed_forward,
-    format_kernel,
     gemm,
     gemv,
     grouped_gemv,
@@ -141,12 +141,10 @@ def byte_product(x: np.ndarray, weight: np.ndarray, stored: Format) -> np.ndarra
     return product
 
 
-Product = Callable[["np.ndarray", "np.ndarray"], "np.ndarray"]
-"""bf16 `[..., cols]` times stored weights, f32."""
-
-
-def _in_eight_bits(kernel: Kernel, stored: Format, product: Product) -> Callable[..., Any]:
-    """Return the reference of `kernel` with `product`, which rounds `x`. An embedding lookup is dequantised."""
+def _in_eight_bits(kernel: Kernel, stored: Format) -> Callable[..., Any]:
+    """Return the reference of `kernel`, which rounds `x`. An embedding lookup is dequantised."""
+    whole_rows = stored is w8a8.FORMAT
+    product: experts.Product = integer_product if whole_rows else functools.partial(byte_product, stored=stored)
 
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
         inputs = dict(zip((arg.name for arg in kernel.args if not arg.written), tensors, strict=False))
@@ -182,11 +180,19 @@ def _reads_panels(kernel: Kernel) -> bool:
     return kernel.host and any(arg.matrix and arg.layout(HOST_SET) == "panels" for arg in kernel.args)
 
 
-def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[..., Any]]) -> Iterator[Kernel]:
-    """Yield the kernels that read a format's panels on the host, or its layouts of `ARRAY_LAYOUTS` on the array."""
+def _products(
+    stored: Format, reference: Callable[[Kernel, Format], Callable[..., Any]], activations: str = "bf16"
+) -> Iterator[Kernel]:
+    """Yield the kernels that read a format's panels on the host, or its layouts of `ARRAY_LAYOUTS` on the array.
+
+    With `activations` other than bf16, these are the host's products that take them so: a lookup takes none.
+    """
+    named = f"{stored.name}{ACTIVATIONS[activations]}"
     for kernel in _TEMPLATES:
-        on_array = stored.cut is not None and kernel.name in ARRAY_LAYOUTS
+        on_array = stored.cut is not None and kernel.name in ARRAY_LAYOUTS and activations == "bf16"
         if not (_reads_panels(kernel) or on_array):
+            continue
+        if activations != "bf16" and not any(arg.name == "x" for arg in kernel.args):
             continue
         array = {_ARRAY_SET: ARRAY_LAYOUTS[kernel.name]} if on_array else {}
         args = _stored_args(kernel, stored, ({HOST_SET: "panels"} if kernel.host else {}) | array)
@@ -195,23 +201,14 @@ def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[...
         yield replace(
             kernel,
             stored=stored.name,
+            activations=activations,
             args=args,
-            source=f"{stored.name}_{kernel.source}" if kernel.source == experts.SOURCE else stored.name,
+            source=f"{named}_{kernel.source}" if kernel.source == experts.SOURCE else named,
             reference=reference(kernel, stored),
             tile_sources=_tile_sources(kernel) if on_array else (),
             tiling=_gemv_tiling(kernel, stored) if on_array else None,
             program=_gemv_program if on_array else None,
         )
-
-
-def _byte_products(stored: Format) -> Iterator[Kernel]:
-    """Yield the host's products that take `x` in 8 bits, and the weights of a format in panels."""
-    product = functools.partial(byte_product, stored=stored)
-    for kernel in _products(replace(stored, cut=None), lambda kernel, stored: _in_eight_bits(kernel, stored, product)):
-        if any(arg.name == "x" for arg in kernel.args):
-            family = experts.SOURCE if kernel.source.endswith(experts.SOURCE) else ""
-            source = format_kernel(family, stored.name, "int8").rstrip("_")
-            yield replace(kernel, activations="int8", source=source)
 
 
 def _tile_sources(kernel: Kernel) -> tuple[str, ...]:
@@ -338,12 +335,10 @@ def _panels(cut_of: Callable[[Sizes], Cut], start: Callable[[Sizes], int], step:
 
 
 def _kernels() -> Iterator[Kernel]:
-    for stored in (*GROUPED, w8a8.FORMAT):
-        if stored is w8a8.FORMAT:
-            yield from _products(stored, lambda kernel, own: _in_eight_bits(kernel, own, integer_product))
-            continue
+    yield from _products(w8a8.FORMAT, _in_eight_bits)
+    for stored in GROUPED:
         yield from _products(stored, _dequantised)
-        yield from _byte_products(stored)
+        yield from _products(stored, _in_eight_bits, "int8")
         if stored.cut is not None:
             yield from _vocabulary_kernels(stored)
             yield from _unpacking_kernels(stored)

@@ -12,7 +12,7 @@ from stages.kernels import experts as reference
 from stages.kernels import format_kernel
 from stages.kernels.grouped import GROUPED, byte_product, integer_product
 from stages.weights.formats import formats
-from tests.support.cpu_kernels_util import BF16, U32, Kernels, Teams, U, guarded, machine_isas, output
+from tests.support.cpu_kernels_util import BF16, HOST, U32, Kernels, Teams, U, format_of, guarded, machine_isas, output
 
 NAMES = ["bf16", "w8a8", *(stored.name for stored in GROUPED), *(f"{name}_a8" for name in ("int4", "mxfp4"))]
 # cols, inner width, experts, experts of a row. Panels and groups that are not whole; one expert; all of them.
@@ -34,12 +34,12 @@ def activations(rng, *shape):
 
 def rounds(name):
     """Whether products round what they multiply to 8 bits."""
-    return name == "w8a8" or name.endswith("_a8")
+    return name == "w8a8" or (name != "bf16" and HOST[f"{name}_gemm"].activations == "int8")
 
 
 def stacked(rng, name, *shape):
     """Panels of stacked matrices, and what the reference multiplies with."""
-    form = formats()[name.removesuffix("_a8")]
+    form = formats()[name] if name == "bf16" else format_of(name)
     stored = form.quantise((rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1])).astype(BF16))
     panels = guarded(form.arrange(stored, "panels"))
     assert panels.shape == form.packed_shape(shape, "panels")
@@ -86,9 +86,7 @@ def test_experts(teams, name, cols, inner, count, top, biased):
     rng = np.random.default_rng(cols * inner)
     product = reference.f32_product
     if rounds(name):
-        product = (
-            integer_product if name == "w8a8" else partial(byte_product, stored=formats()[name.removesuffix("_a8")])
-        )
+        product = integer_product if name == "w8a8" else partial(byte_product, stored=format_of(name))
     gate, up, down = (stacked(rng, name, count, *shape) for shape in ((inner, cols), (inner, cols), (cols, inner)))
     biases = [activations(rng, count * width) for width in (inner, inner, cols)] if biased else []
     end = "_bias" if biased else ""

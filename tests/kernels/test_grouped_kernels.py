@@ -10,7 +10,7 @@ from stages.kernels import ACTIVATIONS
 from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED, in_bytes
 from stages.weights.formats import formats, int4, int4_f32, int6, int8, int8_f32, int8_f32_16, mxfp4
-from tests.support.cpu_kernels_util import BF16, U32, Teams, U, guarded, machine_isas, output
+from tests.support.cpu_kernels_util import BF16, HOST, U32, Teams, U, format_of, guarded, machine_isas, output
 
 NAMES = [stored.name for stored in GROUPED]
 PRODUCTS = [*NAMES, *(f"{name}{ACTIVATIONS['int8']}" for name in NAMES)]
@@ -28,11 +28,6 @@ def teams(request, library):
     teams = Teams(library, request.param, (1, 3))
     yield teams
     teams.close()
-
-
-def format_of(name):
-    """The format of the weights of products whose names begin so."""
-    return formats()[name.removesuffix(ACTIVATIONS["int8"])]
 
 
 def weight(rng, name, rows, cols):
@@ -58,7 +53,7 @@ def fixed(x):
 
 def taken(name, x):
     """Rows of x as the products take them."""
-    in_eight_bits = name.endswith(ACTIVATIONS["int8"])
+    in_eight_bits = HOST[f"{name}_gemm"].activations == "int8"
     return in_bytes(x, format_of(name).values).astype(np.float64) if in_eight_bits else fixed(x)
 
 

@@ -26,6 +26,7 @@ from stages.targets.cpu.instruction_sets import LANES, objects_of, sets_of_machi
 from stages.targets.cpu.objects import host_object
 from stages.targets.cpu.prototypes import dispatch, prototypes, prototypes_of, scalar_type, tensor_type
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
+from stages.weights.format import Format
 from stages.weights.formats import formats
 
 CPU = SOURCES / "cpu"
@@ -63,6 +64,11 @@ extern "C" void entry_late(void *const *s, const Dims *, Worker *w) {
     if (w->thread == 0) *passed = 1;
 }
 """
+
+
+def format_of(name: str) -> Format:
+    """Return the format of the weights of products whose names begin so: `int4_a8` for `int4_a8_gemm`."""
+    return formats()[HOST[f"{name}_gemm"].stored]
 
 
 def machine_isas() -> list[str]:

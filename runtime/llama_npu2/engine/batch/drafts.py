@@ -31,7 +31,7 @@ class _Text:
     modelled: Gain
     lookup: Lookup = field(default_factory=Lookup)
     last: Gain | None = None
-    """Of what made the last draft."""
+    """The gain of the drafter that made the last draft."""
 
 
 class Drafts:

@@ -103,10 +103,9 @@ class SmallModel:
             chosen = self._step([*runs.values()])
             for number in [number for number, run in runs.items() if run.logits]:
                 drafts[number].append(next(chosen))
-            if placed:
-                for number, rows in placed.items():
-                    self._processed(texts[number], rows)
-                placed = {}
+            for number, rows in placed.items():
+                self._processed(texts[number], rows)
+            placed = {}  # what comes then are tokens of drafts
             runs = {
                 number: Run(made[-1:], texts[number].done + len(made) - 1, texts[number].table)
                 for number, made in enumerate(drafts)
