@@ -14,7 +14,8 @@ from llama_npu2.errors import REMEDY, UserError
 from stages.engine.places import CONFIG
 from stages.model import families
 from stages.model.buffers import tensors_of
-from stages.weights.formats import formats
+from stages.model.policy import BF16
+from stages.weights.formats import formats, w8a8
 
 
 class ArtifactWeights:
@@ -40,6 +41,12 @@ class ArtifactWeights:
     def format(self, name: str) -> str:
         """Return the format that a tensor is stored in."""
         return str(self._spec(name)["format"])
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether products round what they multiply with a weight to 8 bits."""
+        activations = self.manifest.model.get("activations", BF16.activations)
+        return w8a8.FORMAT.name in self.formats or activations != BF16.activations
 
     @property
     def held(self) -> set[str]:

@@ -21,7 +21,6 @@ from llama_npu2 import Llama, load
 from stages.engine.files import file_digests, write_atomic
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
-from stages.model.policy import BF16
 from stages.proof.comparison import divergence, transformers_model
 from stages.proof.comparison.continuations import (
     LEGEND,
@@ -34,7 +33,7 @@ from stages.proof.comparison.continuations import (
     piece,
 )
 from stages.sharing.provenance import VERIFIED
-from stages.weights.formats import formats, w8a8
+from stages.weights.formats import formats
 
 MOST = 1.5
 """The allowed error of the runtime's logits, as a multiple of that of transformers in bf16."""
@@ -265,9 +264,7 @@ def compare(
     exact = list(islice(logits, len(parts)))
     theirs = list(islice(logits, len(parts)))
     ours = [divergence.artifact_logits(llm, ids) for ids in parts]
-    activations = llm.manifest.model.get("activations", BF16.activations)
-    bounded = w8a8.FORMAT.name not in weights.formats and activations == BF16.activations
-    exactness = Exactness(_error(ours, exact), _error(theirs, exact), bounded)
+    exactness = Exactness(_error(ours, exact), _error(theirs, exact), not weights.rounds_activations)
     pairs = zip(prompts, logits, strict=True)
     comparisons = tuple(prompt.compared(wanted, partial(piece, llm.tokenizer)) for prompt, wanted in pairs)
     return tuple(tensors), exactness, comparisons

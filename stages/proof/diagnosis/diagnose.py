@@ -22,14 +22,12 @@ from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
 from stages.model.importers import PLAIN
-from stages.model.policy import BF16
 from stages.proof.comparison import divergence, transformers_model
 from stages.proof.diagnosis.launches import Finding, Judge
 from stages.proof.diagnosis.ops import Op, ops
 from stages.proof.diagnosis.record import Recorder, record
 from stages.proof.diagnosis.report import Layer, Report, compared
 from stages.targets.cpu import modules, objects, programs
-from stages.weights.formats import w8a8
 
 PROMPT = 48
 """Tokens of the text that is run if no prompt is given."""
@@ -109,8 +107,7 @@ def _layers(
         exact = transformers_model.layer_outputs(source, weights.values, [text], [text], build.policy.kv)
         rounded = not weights.formats <= set(PLAIN)
         original = transformers_model.layer_outputs(source, source.tensor, [text]) if rounded else None
-        in_eight_bits = w8a8.FORMAT.name in weights.formats or build.policy.activations != BF16.activations
-        bounded = not (in_eight_bits or build.bfp16)
+        bounded = not (weights.rounds_activations or build.bfp16)
         layers: list[Layer] = []
         for layer, pair in enumerate(exact):
             ours = [states[layer][position] for position in sorted(states[layer])]
