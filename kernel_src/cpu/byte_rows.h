@@ -40,15 +40,16 @@ struct ByteRows {
 };
 
 // The memory of a row, as FixedSize.
-template <int64_t group>
+template <class Format>
 struct ByteSize {
-    int64_t cols, inputs;
+    using Group = ByteGroup<Format::inputs>;
+    int64_t cols;
 
-    FixedSize fixed() const { return {cols, group, 0}; }
-    int64_t groups_bytes() const { return (fixed().groups() * static_cast<int64_t>(sizeof(ByteGroup<group>)) + 63) / 64 * 64; }
+    FixedSize fixed() const { return {cols, Format::inputs, 0}; }
+    int64_t groups_bytes() const { return (fixed().groups() * static_cast<int64_t>(sizeof(Group)) + 63) / 64 * 64; }
     int64_t bytes() const { return groups_bytes() + fixed().bytes(); }
-    ByteRow<group> at(uint8_t *memory) const {
-        return {reinterpret_cast<ByteGroup<group> *>(memory), fixed().at(memory + groups_bytes())};
+    ByteRow<Format::inputs> at(uint8_t *memory) const {
+        return {reinterpret_cast<Group *>(memory), fixed().at(memory + groups_bytes())};
     }
 };
 
@@ -62,7 +63,7 @@ struct Taken {
 
 template <class Stored>
 struct Taken<A8<Stored>> {
-    using Size = ByteSize<Stored::inputs>;
+    using Size = ByteSize<A8<Stored>>;
     using Row = ByteRow<Stored::inputs>;
     using Rows = ByteRows<Stored::inputs>;
 };
@@ -78,6 +79,12 @@ using RowsOf = typename Taken<Format>::Rows;
 
 template <class Format>
 constexpr bool takes_bytes = !std::is_same_v<RowOf<Format>, FixedRow>;
+
+template <class Format>
+INLINE SizeOf<Format> size_of(int64_t cols) {
+    if constexpr (takes_bytes<Format>) return {cols};
+    else return {cols, Format::inputs};
+}
 
 // The part of a row that minima are multiplied with.
 INLINE const FixedRow &fixed_of(const FixedRow &row) { return row; }

@@ -40,7 +40,7 @@ struct FixedRow {
     }
 };
 
-// The memory of a row, a multiple of 64 bytes: `inputs` of a group, and of each number its bytes.
+// The memory of a row, a multiple of 64 bytes. A group has `inputs`, a number so many bytes: none where a row keeps no numbers.
 struct FixedSize {
     int64_t cols, inputs, number_bytes = 2;
 

@@ -231,13 +231,6 @@ INLINE f32v factor(const uint8_t *panel, int64_t i, int64_t first) {
 template <class Format>
 constexpr bool scaled_whole = Format::factors != 0 && most_fixed * Format::most * 255 * Format::inputs <= INT32_MAX;
 
-// The total of groups with the next one, whose sum is `sum`; `own` are its scales, of which that of output `first` counts.
-template <class Format>
-INLINE f32v add_group(f32v total, i32v sum, const uint8_t *own, int64_t first) {
-    if constexpr (scaled_whole<Format>) return total + whole_to_float(sum * Format::whole_at(own, first));
-    else return multiply_add(Format::at(own, first), whole_to_float(sum), total);
-}
-
 // sums f32 [lanes] += a block's total, in its unit.
 INLINE void add_block(float *sums, f32v total, float unit) {
     store(sums, multiply_add(splat(unit), total, load<f32v>(sums)));

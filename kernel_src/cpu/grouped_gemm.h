@@ -280,10 +280,11 @@ INLINE int64_t direct_ahead() {
     return reads_ahead && ISA_LANES == 16 ? Format::number_bytes : prefetch_lines * line_bytes;
 }
 
-// out[r][p * panels_apart * panel_rows + i] += the share of groups `group` to `until` - 1 of panels `size` bytes apart, for r < R.
-// The first group begins a block of x. What lies `ahead` bytes from each line begins to be read.
+// From one panel of a tile to the next.
 constexpr int64_t panels_apart = group_panels / direct_panels;
 
+// out[r][p * panels_apart * panel_rows + i] += the share of groups `group` to `until` - 1 of panels `size` bytes apart, for r < R.
+// The first group begins a block of x. What lies `ahead` bytes from each line begins to be read.
 template <class Format, int R>
 void direct_tile(const uint8_t *panel, int64_t size, int64_t ahead, int64_t group, int64_t until, const RowsOf<Format> &x,
                  float *out, int64_t out_stride) {
@@ -332,7 +333,7 @@ class GroupedGemm {
 public:
     GroupedGemm(const bf16 *x, const uint8_t *const *weights, int64_t rows, int64_t cols, int64_t out_cols,
                 const Epilogue &epilogue)
-        : x_(x), groups_{weights, GroupedPanel<Format>::size(cols), rows, out_cols}, size_{cols, Format::inputs},
+        : x_(x), groups_{weights, GroupedPanel<Format>::size(cols), rows, out_cols}, size_(size_of<Format>(cols)),
           epilogue_(epilogue) {}
 
     void run(Worker &worker) {
@@ -356,18 +357,17 @@ public:
         products_ = reinterpret_cast<float *>(memory + wide_bytes);
     }
 
-    static int64_t kept_bytes(int64_t rows, int64_t cols) { return rows * SizeOf<Format>{cols, Format::inputs}.bytes(); }
+    static int64_t kept_bytes(int64_t rows, int64_t cols) { return rows * size_of<Format>(cols).bytes(); }
     void keep_in(uint8_t *memory, int64_t) { fixed_ = memory; }
     void take(int64_t row, const bf16 *x) {
         const RowOf<Format> own = size_.at(fixed_ + row * size_.bytes());
-        if constexpr (takes_bytes<Format>) {
-            take_row<Format>(x, size_, own);
-        } else if (direct_) {
-            take_row<Format>(x, size_, own);
-        } else {
-            fix_for<Format>(x, size_, own);
-            split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
-        }
+        if constexpr (!takes_bytes<Format>)
+            if (!direct_) {
+                fix_for<Format>(x, size_, own);
+                split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
+                return;
+            }
+        take_row<Format>(x, size_, own);
     }
 
     void turn_to(const Groups &groups, int64_t first, const Epilogue &epilogue) {

@@ -124,8 +124,8 @@ struct ByteSum {
 
 #endif
 
-// As with AVX512: sums[r * P * sum_vectors + v]. x is in bytes only where `by_bytes` says so. One walk for both loops, with what each does to a
-// quad as its argument, takes 8 % longer with g++ 12.
+// As with AVX512: sums[r * P * sum_vectors + v]. x is in bytes only where `by_bytes` says so. One walk for both loops, with what
+// each does to a quad as its argument, takes 8 % longer with g++ 12.
 template <class Format, class Some, bool fetch, int R>
 INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int64_t x_stride,
                          const int32_t *sums_of_x, int64_t sums_stride, i32v *sums) {
@@ -283,10 +283,11 @@ INLINE void sums_of_group(const ByteRows<Format::inputs> &x, int64_t g, const ui
     for (int v = 0; v < R * V; v++) sums[v] = sum[v].total();
 }
 
-// The total of groups with group g, whose sum is `sum`: as add_group of grouped.h.
+// The total of groups with group g of a row, whose sum is `sum`; `own` are its scales, of which that of output `first` counts.
 template <class Format>
 INLINE f32v add_group(f32v total, i32v sum, const FixedRow &, int64_t, const uint8_t *own, int64_t first) {
-    return add_group<Format>(total, sum, own, first);
+    if constexpr (scaled_whole<Format>) return total + whole_to_float(sum * Format::whole_at(own, first));
+    else return multiply_add(Format::at(own, first), whole_to_float(sum), total);
 }
 
 template <class Format>
@@ -315,7 +316,7 @@ INLINE void take_row(const bf16 *x, const FixedSize &size, const FixedRow &row) 
 }
 
 template <class Format>
-INLINE void take_row(const bf16 *x, const ByteSize<Format::inputs> &size, const ByteRow<Format::inputs> &row) {
+INLINE void take_row(const bf16 *x, const ByteSize<Format> &size, const ByteRow<Format::inputs> &row) {
     quantise_groups<Format>(x, size, row);
 }
 
@@ -446,7 +447,7 @@ private:
     }
 
     void prepare(const bf16 *x, Worker &worker) {
-        const SizeOf<Format> size{cols_, Format::inputs};
+        const SizeOf<Format> size = size_of<Format>(cols_);
         x_ = size.at(worker.scratch<uint8_t>(size.bytes()));
         take_row<Format>(x, size, x_);
     }

@@ -29,11 +29,11 @@ struct GroupedVector {
     RowOf<Format> x;
     int64_t cols;
 
-    static int64_t bytes(int64_t cols) { return SizeOf<Format>{cols, Format::inputs}.bytes(); }
+    static int64_t bytes(int64_t cols) { return size_of<Format>(cols).bytes(); }
     static int64_t panel_elements(int64_t cols) { return GroupedPanel<Format>::size(cols); }
 
     static GroupedVector take(const bf16 *x, int64_t cols, uint8_t *memory) {
-        const SizeOf<Format> size{cols, Format::inputs};
+        const SizeOf<Format> size = size_of<Format>(cols);
         const RowOf<Format> row = size.at(memory);
         take_row<Format>(x, size, row);
         return {row, cols};
