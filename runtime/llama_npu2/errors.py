@@ -8,6 +8,9 @@ REMEDY = "run doit compile or copy the directory again"
 PROGRAM = program = "llama-npu2"
 """The command line that works here, for messages: an exported file runs under a name of its own."""
 
+_SHOWN = 60
+"""Number of characters of a value that a message shows."""
+
 CLOSED = 141
 """Exit status when the reader of the output has closed it: that of a program in a shell that SIGPIPE ended."""
 
@@ -41,6 +44,11 @@ def suggestion(name: str, names: Sequence[str], cutoff: float = 0.5) -> str:
     """
     close = closest(name, names, cutoff)
     return f"did you mean {close}?" if close else f"one of {', '.join(names)}"
+
+
+def shortened(text: str) -> str:
+    """Return a text as messages show values that may be long."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def first_line(error: BaseException) -> str:

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llama_npu2.errors import shortened
+
 Check = Callable[[Any], object]
 """A function that raises Invalid for a value that it does not allow."""
-
-_SHOWN = 60
-"""Number of characters of a value that a message shows."""
 
 
 class Invalid(ValueError):
@@ -34,9 +33,7 @@ class Invalid(ValueError):
         return "".join(keys).removeprefix(".")
 
     def __str__(self) -> str:
-        text = json.dumps(self.value)
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        return f"{self.where or 'it'} = {shown} must be {self.wanted}"
+        return f"{self.where or 'it'} = {shortened(json.dumps(self.value))} must be {self.wanted}"
 
 
 def load_json(content: bytes) -> Any:

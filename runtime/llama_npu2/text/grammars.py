@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llama_npu2.errors import UserError, first_line
+from llama_npu2.errors import UserError, first_line, shortened
 from llama_npu2.options import OptionError
 from llama_npu2.text.replies import Marks
 from llama_npu2.text.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ class Grammars:
             self._compiled.move_to_end((schema, grammar))
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-            asked = ("schema", _shown(schema)) if schema else ("grammar", _shown(grammar))
+            asked = ("schema", shortened(schema)) if schema else ("grammar", shortened(grammar))
             return Constraint(matcher.deep_copy(), asked, self._never, self._before, self._beside)
 
     def _matcher(self, schema: str, grammar: str) -> LLMatcher:
@@ -97,17 +97,13 @@ class Grammars:
             limits = self._library.LLParserLimits(verbose_errors=False)
             matcher: LLMatcher = library(self._vocabulary, source, log_level=0, limits=limits)
         except Exception as error:  # of the library, which promises none
-            raise OptionError(name, _shown(text), first_line(error)) from None
+            raise OptionError(name, shortened(text), first_line(error)) from None
         first = matcher.deep_copy()  # what nothing can fulfil shows at the first token
         if not matcher.is_error():
             first.compute_bitmask()
         if first.is_error() or first.is_stopped():
-            raise OptionError(name, _shown(text), f"it cannot be followed ({_reason(first)})")
+            raise OptionError(name, shortened(text), f"it cannot be followed ({_reason(first)})")
         return matcher
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _reason(matcher: LLMatcher) -> str:
