@@ -635,19 +635,21 @@ _COMMANDS = ("run", "compile", "why", "gc", "pull")
 @contextlib.contextmanager
 def _request(scratch: Path) -> Iterator[Run]:
     """A body of a request, as far as it comes before the model: what passes makes options of a reply."""
-    from llama_npu2.serve import openai, openai_chat, openai_completions, tools
     from llama_npu2.serve.body import checked, parsed
     from llama_npu2.serve.failures import RequestError
     from llama_npu2.serve.fields import closed
+    from llama_npu2.serve.openai import chat, completions
+    from llama_npu2.serve.openai.common import sampling
+    from llama_npu2.serve.openai.tools import tools_of
 
     def run(name: str, content: bytes) -> None:
-        api = openai_completions if name.startswith("completion") else openai_chat
+        api = completions if name.startswith("completion") else chat
         try:
             asked = checked(parsed(content), closed(*api.fields(1000)))
-            openai.sampling(asked, 1, None)
-            if api is openai_chat:
-                json.loads(tools.Tools(asked).schema() or "null")
-                json.dumps(openai_chat.for_template(asked["messages"])).encode()
+            sampling(asked, 1, None)
+            if api is chat:
+                json.loads(tools_of(asked).schema() or "null")
+                json.dumps(chat.for_template(asked["messages"])).encode()
         except RequestError as error:
             raise UserError(error.message) from None
 

@@ -26,9 +26,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llama_npu2 import Llama, load
 from llama_npu2.options import Sampling
-from llama_npu2.serve import events, openai_chat, openai_completions
+from llama_npu2.serve import events
 from llama_npu2.serve.failures import GoneError, RequestError
 from llama_npu2.serve.model import Model
+from llama_npu2.serve.openai import chat as openai_chat
+from llama_npu2.serve.openai import completions as openai_completions
 from llama_npu2.serve.replies import Replies
 from llama_npu2.serve.tokens import Pieces
 from llama_npu2.text.tokenizer import Tokenizer

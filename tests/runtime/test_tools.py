@@ -12,7 +12,9 @@ import openai
 import pydantic
 import pytest
 
-from llama_npu2.serve.tools import Parts, Tools
+from llama_npu2.serve.openai.chat import delta_of
+from llama_npu2.serve.openai.tools import tools_of
+from llama_npu2.serve.tools import Parts
 from llama_npu2.text.replies import Kind, Piece
 from llama_npu2.text.tool_calls import Call, calls_of
 from tests.conftest import build
@@ -95,8 +97,8 @@ def test_what_is_no_call(text: str) -> None:
 
 
 def parts(pieces: list[Piece], most: int | None = None, **asked: Any) -> list[dict[str, Any]]:
-    made = Parts(Tools({"tools": [WEATHER, CLOCK]} | asked), most)
-    found = [delta for piece in pieces for delta in made.push(piece)] + [*made.end()]
+    made = Parts(tools_of({"tools": [WEATHER, CLOCK]} | asked), most)
+    found = [delta_of(part) for piece in pieces for part in made.push(piece)] + [delta_of(part) for part in made.end()]
     for delta in found:
         for call in delta.get("tool_calls", []):
             assert len(call.pop("id")) == 9 and call.pop("type") == "function"

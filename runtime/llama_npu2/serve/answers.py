@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from llama_npu2.schema import Check
+from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.events import EventStream, unless_gone
+from llama_npu2.serve.fields import closed
+from llama_npu2.serve.model import Model
+from llama_npu2.serve.models import Models
 from llama_npu2.serve.replies import Replies
 
 
@@ -29,7 +34,7 @@ class Answer(Protocol):
         """Yield the answer as events, which say errors, too."""
 
 
-async def answered(request: Request, answer: Answer) -> Response:
+async def _answered(request: Request, answer: Answer) -> Response:
     """Return the response. What goes wrong before the first event has a status. Raises RequestError, GoneError."""
     request.scope["noted"] = answer.replies.noted
     try:
@@ -42,3 +47,32 @@ async def answered(request: Request, answer: Answer) -> Response:
         answer.replies.close()
         raise
     return EventStream(answer.events(), answer.replies.close)
+
+
+Fields = tuple[Mapping[str, Check], Mapping[str, Check]]
+"""Checks of the fields that a request must have, and of those that it may have."""
+
+
+def answering(
+    fields: Callable[[int], Fields], make: Callable[[Model, dict[str, Any]], Answer]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return what answers the requests to one path.
+
+    Args:
+        fields: the checks of a request, for a model with so many tokens in its vocabulary.
+        make: makes the answer to the fields of a request. Raises RequestError.
+    """
+
+    async def answer(request: Request) -> Response:
+        value = await read_json(request, request.app.most_bytes)
+        model = of_request(request, value)
+        return await _answered(request, make(model, checked(value, closed(*fields(model.vocabulary)))))
+
+    return answer
+
+
+def of_request(request: Request, value: Any) -> Model:
+    """Return the model that a request's body names; any, if it names none. Raises RequestError."""
+    models: Models = request.app.models
+    name = value.get("model") if isinstance(value, dict) else None
+    return models.named(name) if isinstance(name, str) and name else next(iter(models))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -10,10 +11,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llama_npu2.serve import metrics, openai, openai_chat, openai_completions, tokenize
+from llama_npu2.serve import metrics, tokenize
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.gate import Door, Gate
 from llama_npu2.serve.models import Models
+from llama_npu2.serve.openai import chat, completions
+from llama_npu2.serve.openai import common as openai
+from llama_npu2.serve.openai import models as openai_models
+
+_ERRORS: Mapping[str, Callable[[RequestError], dict[str, Any]]] = {"/": openai.error_of}
+"""What makes the body of an error, by the beginning of an API's paths; the longest beginning counts."""
 
 _LONGEST_MESSAGE = 500
 """Most characters of a message about a request, which may repeat names that the request chose."""
@@ -26,7 +33,7 @@ class Application:
         """Args: `most_bytes` of a request's body."""
         self.models, self.most_bytes = models, most_bytes
         routes = [Route("/health", health, methods=["GET"])]
-        for api in (openai, openai_chat, openai_completions, tokenize, metrics):
+        for api in (openai_models, chat, completions, tokenize, metrics):
             routes += api.ROUTES
         self._router = Router(routes, redirect_slashes=False)
 
@@ -62,4 +69,5 @@ def refused(path: str, error: RequestError) -> Response:
     """Return the response to a request that is refused, in the form of the path's API."""
     if len(error.message) > _LONGEST_MESSAGE:
         error.message = f"{error.message[:_LONGEST_MESSAGE]}..."
-    return JSONResponse(openai.error_of(error), error.status, error.headers)
+    beginning = max((each for each in _ERRORS if path.startswith(each)), key=len, default="/")
+    return JSONResponse(_ERRORS[beginning](error), error.status, error.headers)

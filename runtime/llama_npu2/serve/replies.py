@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from typing import Any
+from dataclasses import dataclass
 
 from llama_npu2.engine.completion import Logprob
 from llama_npu2.engine.serving import Stream
@@ -14,6 +14,17 @@ from llama_npu2.options import OptionError, Sampling
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.model import Model
 from llama_npu2.text.replies import Piece
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How many tokens a request took."""
+
+    prompt: int
+    cached: int
+    """Tokens of the prompt that the KV cache held."""
+    generated: int
+    """Tokens of replies, their end tokens included."""
 
 
 class Replies:
@@ -98,15 +109,11 @@ class Replies:
         ends = self.model.llm.eos
         return [each for each in completion.logprobs[first : self._noted[number]] if each.token not in ends]
 
-    def usage(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Return counts of tokens as OpenAI's API has them: each prompt is counted once."""
+    def usage(self, prompts: Sequence[Sequence[int]]) -> Usage:
+        """Return counts of tokens; each prompt is counted once."""
         n = len(self.streams) // len(prompts)
-        asked = sum(map(len, prompts))
-        made = sum(stream.completion.stats.generated_tokens for stream in self.streams)
-        cached = sum(stream.completion.stats.reused_tokens for stream in self.streams[::n])
-        return {
-            "prompt_tokens": asked,
-            "completion_tokens": made,
-            "total_tokens": asked + made,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return Usage(
+            sum(map(len, prompts)),
+            sum(stream.completion.stats.reused_tokens for stream in self.streams[::n]),
+            sum(stream.completion.stats.generated_tokens for stream in self.streams),
+        )

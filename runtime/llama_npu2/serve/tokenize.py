@@ -12,11 +12,11 @@ from starlette.routing import Route
 from llama_npu2 import __version__
 from llama_npu2.errors import UserError
 from llama_npu2.schema import Check, flag, list_of, string, whole
+from llama_npu2.serve.answers import of_request
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import closed, only, word
 from llama_npu2.serve.model import Model
-from llama_npu2.serve.openai import of_request
 
 _MOST_TOKENS = 1 << 22
 

@@ -9,21 +9,21 @@ from typing import Any
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, Invalid, flag, list_of, string, whole
+from llama_npu2.serve.answers import Fields, answering
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import left_out, only, word
 from llama_npu2.serve.model import Model
-from llama_npu2.serve.openai import (
+from llama_npu2.serve.openai.common import (
     LABELS,
     MOST_N,
     MOST_TOKENS,
     STREAM,
-    Fields,
-    answering,
     head,
     sampling,
     sampling_fields,
     until_done,
+    usage,
     with_usage,
 )
 from llama_npu2.serve.replies import Replies
@@ -108,7 +108,7 @@ class _Completion:
             self._choice(number, text) | {"finish_reason": stream.completion.finish_reason}
             for number, (text, stream) in enumerate(zip(texts, self.replies.streams, strict=True))
         ]
-        return {**self.head, "choices": choices, "usage": self.replies.usage(self.ids)}
+        return {**self.head, "choices": choices, "usage": usage(self.replies.usage(self.ids))}
 
     def _choice(self, number: int, text: str) -> dict[str, Any]:
         shown, logprobs = None, self.replies.new_logprobs(number)
@@ -116,8 +116,8 @@ class _Completion:
             shown, self._offsets[number] = self.model.pieces.of_completion(logprobs, self._offsets[number])
         return {"index": number, "text": text, "logprobs": shown, "finish_reason": None}
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        return event({**self.head, "choices": choices} | ({"usage": usage} if self._with_usage else {}))
+    def _chunk(self, choices: list[dict[str, Any]], counts: dict[str, Any] | None = None) -> bytes:
+        return event({**self.head, "choices": choices} | ({"usage": counts} if self._with_usage else {}))
 
     def events(self) -> AsyncGenerator[bytes]:
         """Yield the replies as events."""
@@ -134,7 +134,7 @@ class _Completion:
                     choice["finish_reason"] = self.replies.streams[number].completion.finish_reason
                 yield self._chunk([choice])
         if self._with_usage:
-            yield self._chunk([], self.replies.usage(self.ids))
+            yield self._chunk([], usage(self.replies.usage(self.ids)))
 
 
 ROUTES = [Route("/v1/completions", answering(fields, _Completion), methods=["POST"])]

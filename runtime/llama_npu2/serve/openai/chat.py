@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -11,32 +11,33 @@ from typing import Any
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, Invalid, flag, inside, list_of, string, text, whole
-from llama_npu2.serve import tools
+from llama_npu2.serve.answers import Fields, answering
+from llama_npu2.serve.conversation import Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import by, closed, left_out, only, word
 from llama_npu2.serve.model import Model
-from llama_npu2.serve.openai import (
+from llama_npu2.serve.openai import tools
+from llama_npu2.serve.openai.common import (
     LABELS,
     MOST_TOKENS,
     STREAM,
-    Fields,
-    answering,
     head,
     sampling,
     sampling_fields,
     until_done,
+    usage,
     with_usage,
 )
-from llama_npu2.serve.replies import Replies
-from llama_npu2.text.replies import Piece
+from llama_npu2.serve.tools import ToolCall
+from llama_npu2.text.replies import Kind, Piece
 
 _MOST_MESSAGES, _MOST_PARTS = 4096, 1024
 _OF_TEMPLATES = {"messages", "reply", "controls", "chat_template", "tools", "documents"}
 """What a template gets by other ways than variables."""
 
-_FIELDS = {"tools": "tools", "reasoning_effort": "reasoning_effort"}
-"""Variables of templates that have a field of their own."""
+_NAMES = {Kind.TEXT: "content", Kind.REASONING: "reasoning_content"}
+"""The fields of a message that have what a model writes."""
 
 _part = by(
     "type",
@@ -160,14 +161,31 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return tools.with_calls(found)
 
 
-def _add(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
-    """Add a delta of a stream to a message."""
-    for name, value in delta.items():
-        if name == "tool_calls":
-            calls = [{key: part for key, part in call.items() if key != "index"} for call in value]
-            message[name] = message.get(name, []) + calls
-        else:
-            message[name] = (message.get(name) or "") + value
+def _variable_field(name: str) -> str:
+    return "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+
+
+def _turn(asked: Mapping[str, Any], context_length: int) -> Turn:
+    """Return what a request asks for. Raises RequestError if its fields do not fit together."""
+    if "top_logprobs" in asked and not asked.get("logprobs"):
+        raise RequestError(400, "top_logprobs must be left out: logprobs is not true", "top_logprobs")
+    given, schema = tools.tools_of(asked), _wanted_schema(asked)
+    if given.forced and schema:
+        raise RequestError(400, "response_format must be text: tool_choice forces a call", "response_format")
+    variables = dict(asked.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in asked:
+        variables["reasoning_effort"] = asked["reasoning_effort"]
+    most = asked.get("max_completion_tokens", asked.get("max_tokens", context_length))
+    logprobs = asked.get("top_logprobs", 0) if asked.get("logprobs") else None
+    return Turn(
+        for_template(asked["messages"]),
+        replace(sampling(asked, most, logprobs), schema=schema),
+        given,
+        variables,
+        asked.get("n", 1),
+        1 if asked.get("parallel_tool_calls") is False else None,
+        FieldNames(variable=_variable_field),
+    )
 
 
 class _Chat:
@@ -175,103 +193,67 @@ class _Chat:
 
     def __init__(self, model: Model, asked: dict[str, Any]) -> None:
         """Raises RequestError."""
-        if "top_logprobs" in asked and not asked.get("logprobs"):
-            raise RequestError(400, "top_logprobs must be left out: logprobs is not true", "top_logprobs")
-        if not model.chats:
-            raise RequestError(400, f"{model.name} has no chat template: use /v1/completions", "model")
-        self.model, self.asked, self.n = model, asked, asked.get("n", 1)
         self.stream: bool = asked.get("stream", False)
         self._with_usage = with_usage(asked)
-        self.tools = tools.Tools(asked)
-        if self.tools.forced and _wanted_schema(asked):
-            raise RequestError(400, "response_format must be text: tool_choice forces a call", "response_format")
-        one = asked.get("parallel_tool_calls") is False
-        self._parts = [tools.Parts(self.tools, 1 if one else None) for _ in range(self.n)]
-        self.replies = Replies(model, self.n)
-        self.head = head("chatcmpl", model)
-        self.ids: list[int] = []
-
-    async def start(self) -> None:
-        """Ask for the replies. Raises RequestError."""
-        asked = self.asked
-        template = dict(asked.get("chat_template_kwargs", {}))
-        if "reasoning_effort" in asked:
-            template["reasoning_effort"] = asked["reasoning_effort"]
-        if self.tools.given:
-            template["tools"] = self.tools.given
-        messages = for_template(asked["messages"])
-        try:
-            self.ids = await self.model.encode(messages, "messages", template=template)
-        except RequestError as error:
-            # The template's process names a variable that the template does not read.
-            error.field = next(
-                (
-                    _FIELDS.get(name, f"chat_template_kwargs.{name}")
-                    for name in template
-                    if f"reads no variable {name}:" in error.message
-                ),
-                error.field,
-            )
-            raise
-        most = asked.get("max_completion_tokens", asked.get("max_tokens", self.model.llm.context_length))
-        logprobs = asked.get("top_logprobs", 0) if asked.get("logprobs") else None
-        schema = self.tools.schema() or _wanted_schema(asked)
-        made = replace(sampling(asked, most, logprobs), schema=schema)
-        await self.model.prepare(made, "tools" if self.tools.forced else "response_format")
-        self.replies.start([self.ids], made, self.n)
+        self.conversation = Conversation(model, _turn(asked, model.llm.context_length))
+        self.replies, self.start = self.conversation.replies, self.conversation.start
+        self._head = head("chatcmpl", model)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer once all replies have come. Raises RequestError."""
-        messages: list[dict[str, Any]] = [
-            {"role": "assistant", "content": None, "refusal": None} for _ in range(self.n)
-        ]
-        async with aclosing(self.replies.pieces()) as pieces:
-            async for number, piece in pieces:
-                for delta in self._deltas(number, piece):
-                    _add(messages[number], delta)
-        choices = []
-        for number, message in enumerate(messages):
-            if message["content"] is None and "tool_calls" not in message:
-                message["content"] = ""
-            choices.append(self._choice(number, "message", message) | {"finish_reason": self._reason(number)})
-        usage = self.replies.usage([self.ids])
-        return {**self.head, "object": "chat.completion", "choices": choices, "usage": usage}
+        messages: dict[int, dict[str, Any]] = {}
+        choices: dict[int, dict[str, Any]] = {}
+        for number in range(self.conversation.turn.replies):
+            messages[number] = {"role": "assistant", "content": None, "refusal": None}
+        async with aclosing(self.conversation.parts()) as parts:
+            async for number, part in parts:
+                message = messages[number]
+                if isinstance(part, End):
+                    if message["content"] is None and "tool_calls" not in message:
+                        message["content"] = ""
+                    choices[number] = self._choice(number, "message", message) | {"finish_reason": part.reason}
+                elif isinstance(part, ToolCall):
+                    message.setdefault("tool_calls", []).append(tools.shown(part))
+                else:
+                    message[_NAMES[part.kind]] = (message.get(_NAMES[part.kind]) or "") + part.text
+        shown = {"choices": [choices[number] for number in messages], "usage": self._usage()}
+        return {**self._head, "object": "chat.completion", **shown}
 
-    def _deltas(self, number: int, piece: Piece | None) -> Iterator[dict[str, Any]]:
-        """Yield what a message gets by a piece of its reply, or by its end."""
-        parts = self._parts[number]
-        return parts.push(piece) if piece else parts.end()
-
-    def _reason(self, number: int) -> str:
-        """Return why a reply ended."""
-        reason = self.replies.streams[number].completion.finish_reason
-        return "tool_calls" if reason == "stop" and self._parts[number].called else reason
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.replies.usage([self.conversation.ids]))
 
     def _choice(self, number: int, name: str, what: Mapping[str, Any]) -> dict[str, Any]:
         logprobs = self.replies.new_logprobs(number)
-        shown = self.model.pieces.of_chat(logprobs) if logprobs else None
+        shown = self.conversation.model.pieces.of_chat(logprobs) if logprobs else None
         return {"index": number, name: what, "logprobs": shown, "finish_reason": None}
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        made = {**self.head, "object": "chat.completion.chunk", "choices": choices}
-        return event(made | ({"usage": usage} if self._with_usage else {}))
+    def _chunk(self, choices: list[dict[str, Any]], counts: dict[str, Any] | None = None) -> bytes:
+        made = {**self._head, "object": "chat.completion.chunk", "choices": choices}
+        return event(made | ({"usage": counts} if self._with_usage else {}))
 
     def events(self) -> AsyncGenerator[bytes]:
         """Yield the replies as events."""
         return until_done(self._chunks())
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
-        for number in range(self.n):
+        for number in range(self.conversation.turn.replies):
             yield self._chunk([self._choice(number, "delta", {"role": "assistant", "content": ""})])
-        async with aclosing(self.replies.pieces()) as pieces:
-            async for number, piece in pieces:
-                for delta in self._deltas(number, piece):
-                    yield self._chunk([self._choice(number, "delta", delta)])
-                if piece is None:
-                    ended = {"finish_reason": self._reason(number)}
+        async with aclosing(self.conversation.parts()) as parts:
+            async for number, part in parts:
+                if isinstance(part, End):
+                    ended = {"finish_reason": part.reason}
                     yield self._chunk([self._choice(number, "delta", {}) | ended])
+                else:
+                    yield self._chunk([self._choice(number, "delta", delta_of(part))])
         if self._with_usage:
-            yield self._chunk([], self.replies.usage([self.ids]))
+            yield self._chunk([], self._usage())
+
+
+def delta_of(part: Piece | ToolCall) -> dict[str, Any]:
+    """Return what a chunk adds to a message."""
+    if isinstance(part, ToolCall):
+        return {"tool_calls": [{"index": part.index, **tools.shown(part)}]}
+    return {_NAMES[part.kind]: part.text}
 
 
 ROUTES = [Route("/v1/chat/completions", answering(fields, _Chat), methods=["POST"])]

@@ -1,27 +1,21 @@
-"""What OpenAI's endpoints have in common: fields of requests that ask for replies, errors, the list of models."""
+"""What OpenAI's endpoints have in common: fields of requests that ask for replies, counts of tokens, and errors."""
 
 from __future__ import annotations
 
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
 from llama_npu2.options import Sampling
 from llama_npu2.schema import Check, flag, mapping, string, whole
-from llama_npu2.serve.answers import Answer, answered
-from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import biases, closed, number, only, stop
 from llama_npu2.serve.model import Model
-from llama_npu2.serve.models import Models
+from llama_npu2.serve.replies import Usage
 
 MOST_N = 128
 MOST_TOKENS = 1 << 30
@@ -93,6 +87,16 @@ def head(prefix: str, model: Model) -> dict[str, Any]:
     return {**made, "model": model.name, "system_fingerprint": model.fingerprint}
 
 
+def usage(counts: Usage) -> dict[str, Any]:
+    """Return counts of tokens as answers have them."""
+    return {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.generated,
+        "total_tokens": counts.prompt + counts.generated,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+    }
+
+
 def with_usage(asked: Mapping[str, Any]) -> bool:
     """Return whether a stream ends with counts of tokens. Raises RequestError if there is no stream to say that of."""
     if "stream_options" in asked and not asked.get("stream"):
@@ -109,59 +113,3 @@ async def until_done(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
         yield b"data: [DONE]\n\n"
     except RequestError as error:
         yield event(error_of(error))
-
-
-Fields = tuple[Mapping[str, Check], Mapping[str, Check]]
-"""Checks of the fields that a request must have, and of those that it may have."""
-
-
-def answering(
-    fields: Callable[[int], Fields], make: Callable[[Model, dict[str, Any]], Answer]
-) -> Callable[[Request], Awaitable[Response]]:
-    """Return what answers the requests to one path.
-
-    Args:
-        fields: the checks of a request, for a model with so many tokens in its vocabulary.
-        make: makes the answer to the fields of a request. Raises RequestError.
-    """
-
-    async def answer(request: Request) -> Response:
-        value = await read_json(request, request.app.most_bytes)
-        model = of_request(request, value)
-        return await answered(request, make(model, checked(value, closed(*fields(model.vocabulary)))))
-
-    return answer
-
-
-def of_request(request: Request, value: Any) -> Model:
-    """Return the model that a request's body names; any, if it names none. Raises RequestError."""
-    models: Models = request.app.models
-    name = value.get("model") if isinstance(value, dict) else None
-    return models.named(name) if isinstance(name, str) and name else next(iter(models))
-
-
-def _described(model: Model) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "llama-npu2",
-        "context_length": model.llm.context_length,
-    }
-
-
-async def list_models(request: Request) -> Response:
-    """Answer `GET /v1/models`."""
-    models: Models = request.app.models
-    return JSONResponse({"object": "list", "data": [_described(model) for model in models]})
-
-
-async def show_model(request: Request) -> Response:
-    """Answer `GET /v1/models/NAME`."""
-    return JSONResponse(_described(request.app.models.named(request.path_params["name"])))
-
-
-ROUTES = [
-    Route("/v1/models", list_models, methods=["GET"]),
-    Route("/v1/models/{name:path}", show_model, methods=["GET"]),
-]

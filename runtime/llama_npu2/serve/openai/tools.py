@@ -1,0 +1,123 @@
+"""What requests of chat completions say of tools, and how calls stand in messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_npu2.schema import Check, Invalid, flag, list_of, one_of, string, text
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.fields import closed, left_out
+from llama_npu2.serve.tools import Choice, ToolCall, Tools
+
+MOST_TOOLS, MOST_CALLS = 128, 128
+
+tool_name = text(r"[A-Za-z0-9_.-]{1,64}", "a name of letters, digits, _, . and -")
+
+
+def json_object(value: Any) -> None:
+    """Check that a value is an object, with any content."""
+    if type(value) is not dict:
+        raise Invalid(value, "an object")
+
+
+_function_type = one_of("function")
+tools: Check = list_of(
+    closed(
+        {
+            "type": _function_type,
+            "function": closed({"name": tool_name}, {"description": string, "parameters": json_object, "strict": flag}),
+        },
+        {},
+    ),
+    0,
+    MOST_TOOLS,
+)
+
+
+def choice(value: Any) -> None:
+    """Check `tool_choice`."""
+    if type(value) is str:
+        one_of("none", "auto", "required")(value)
+    else:
+        closed({"type": _function_type, "function": closed({"name": tool_name}, {})}, {})(value)
+
+
+def arguments(value: Any) -> None:
+    """Check the arguments of a call: the text of a JSON object, or nothing."""
+    string(value)
+    try:
+        json_object(json.loads(value or "{}"))
+    except (ValueError, RecursionError):
+        raise Invalid(value, "the text of a JSON object") from None
+
+
+calls: Check = list_of(
+    closed(
+        {
+            "id": string,
+            "type": _function_type,
+            "function": closed({"name": tool_name, "arguments": arguments}, {}),
+        },
+        {"index": left_out("it is for chunks of streams")},
+    ),
+    0,
+    MOST_CALLS,
+)
+"""Checks the calls of a message of the assistant."""
+
+
+def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them: arguments as objects, results with their tool's name.
+
+    Raises RequestError for a result of a call that no message has.
+    """
+    names: dict[str, str] = {}
+    found = []
+    for at, message in enumerate(messages):
+        if given := message.get("tool_calls"):
+            names |= {call["id"]: call["function"]["name"] for call in given}
+            made = [{**call, "function": _as_object(call["function"])} for call in given]
+            message = {"content": "", **message, "tool_calls": made}
+        else:
+            message = {name: value for name, value in message.items() if name != "tool_calls"}
+        if message["role"] == "tool":
+            if message["tool_call_id"] not in names:
+                raise RequestError(400, "no message before has a call with this id", f"messages[{at}].tool_call_id")
+            message = {"name": names[message["tool_call_id"]], **message}
+        found.append(message)
+    return found
+
+
+def _as_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": json.loads(function["arguments"] or "{}")}
+
+
+def tools_of(asked: Mapping[str, Any]) -> Tools:
+    """Return the tools of a request. Raises RequestError if `tools` and `tool_choice` do not fit."""
+    functions = [
+        {name: value for name, value in each["function"].items() if value is not None}
+        for each in asked.get("tools", [])
+    ]
+    wanted = asked.get("tool_choice", "auto")
+    if isinstance(wanted, dict):
+        found = Tools(functions, Choice(True, wanted["function"]["name"], "tool_choice.function.name"))
+    else:
+        # The names are checked of tools that are left out, too.
+        found = Tools(functions, Choice(wanted == "required"))
+        found = Tools() if wanted == "none" else found
+    strict = next((at for at, each in enumerate(functions) if each.get("strict")), None)
+    if strict is not None and not found.forced and wanted != "none":
+        raise RequestError(
+            400,
+            'strict must be false or left out: only with tool_choice "required" or a named tool are calls made to '
+            "follow the parameters",
+            f"tools[{strict}].function.strict",
+        )
+    return found
+
+
+def shown(call: ToolCall) -> dict[str, Any]:
+    """Return a call as a message has it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
