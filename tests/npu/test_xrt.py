@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import fcntl
 import gc
@@ -42,6 +43,9 @@ from llama_npu2.devices import Binding, Call, xrt
 from llama_npu2.devices.spans import nested
 from llama_npu2.devices.xrt import XrtDevice, limits, session, submissions
 from llama_npu2.devices.xrt.buffers import Ranges
+from llama_npu2.engine.completion import Completion
+from llama_npu2.engine.memory import CacheRows, memory_of_blocks
+from llama_npu2.engine.serving import Serving
 from llama_npu2.engine.trace import TracedCall
 from llama_npu2.options import Running
 from stages.air import parse_mlir, to_mlir
@@ -668,6 +672,37 @@ def test_chunks_of_a_prompt_are_the_simulators(npu2: Path, simulated: Path) -> N
                     assert all(chunk.phase.kind == "prefill" for chunk in chunks)
             found.append(made)
     assert found[0] == found[1]
+
+
+def test_sequences_that_take_turns_are_what_each_is_alone(npu2: Path, simulated: Path) -> None:
+    """Prompts that share chunks, in too few blocks for all: what the simulator says of each, and no line is stale."""
+    draw = np.random.default_rng(4)
+    text = draw.integers(5, 1900, 150).tolist()
+    prompts = [text[:140], [*text[:128], 7, 8], text[:30], [*text[:135], 9]]
+    with contextlib.closing(load(simulated, 2)) as llm:
+        alone = [next(llm.complete(prompt, max_tokens=4, logprobs=1)) for prompt in prompts]
+        caches = sum(llm.manifest.nbytes(name) for name in CacheRows.of(llm.manifest))
+        block = memory_of_blocks(llm.manifest, 1) - caches
+
+    async def together(engine: Serving) -> list[Completion]:
+        streams = [engine.submit(prompt, max_tokens=4, logprobs=1) for prompt in prompts]
+        return [await stream.whole() for stream in streams]
+
+    install()
+    with contextlib.closing(load(npu2, 2, kv_memory=caches + 3 * block)) as llm:
+        assert "sequences take turns" in llm.description and llm.context_length == 384
+        with llm.engine() as engine:
+            replies = asyncio.run(together(engine))
+            counts = engine.counts
+            with pytest.raises(UserError, match="sequences take turns on this device"):
+                engine.pin(text)
+    assert [(reply.tokens, reply.logprobs) for reply in replies] == [(each.tokens, each.logprobs) for each in alone]
+    assert counts.shared and counts.swaps + counts.evicted and not counts.drafted
+
+
+def test_what_is_too_little_for_the_cache_of_the_device(simulated: Path) -> None:
+    with pytest.raises(UserError, match="kv_memory=1000000: 128 positions beside 4194304 of the device take"):
+        load(simulated, kv_memory=1_000_000)
 
 
 def _traced(directory: Path, tokens: int) -> tuple[list[tuple[str, str, Any, dict[str, bytes]]], list[int]]:

@@ -43,9 +43,10 @@ class Fewer:
     """Steps with fewer blocks, so that they run out."""
 
     def __init__(self, steps: Any, blocks: int) -> None:
-        self.steps, self.blocks = steps, blocks
-        self.step, self.copy_blocks = steps.step, steps.copy_blocks
-        self.read_block, self.write_block = steps.read_block, steps.write_block
+        self._steps, self.blocks = steps, blocks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._steps, name)
 
 
 def options(llm: Llama, draw: random.Random, number: int, longest: int) -> dict[str, Any]:
@@ -98,11 +99,12 @@ def schedule(
         for number, prompt in enumerate(texts)
     ]
     needed = 1 + max((len(prompt) + each["max_tokens"]) // BLOCK_POSITIONS for prompt, each in asked)
-    usable = [count for count in blocks if needed <= count <= llm.steps.blocks]
-    steps = Fewer(llm.steps, needed if tight or not usable else draw.choice(usable))
+    real: Any = llm.steps if llm.holds_many else llm.turns
+    usable = [count for count in blocks if needed <= count <= real.blocks]
+    steps = Fewer(real, needed if tight or not usable else draw.choice(usable))
     rows = draw.choice([9, 64, 300])
-    small = llm._drafting.model if llm._drafting else None
-    work = Scheduler(steps, BLOCK_POSITIONS, rows, llm.context_length, draw.random() < 0.7, model=small)
+    small, turns = llm._drafting.model if llm._drafting else None, None if llm.holds_many else steps
+    work = Scheduler(steps, BLOCK_POSITIONS, rows, llm.context_length, draw.random() < 0.7, model=small, turns=turns)
     replies = [Reply(llm._asked(prompt, **each)) for prompt, each in asked]
     cancelled = run(draw, work, replies)
     all_back(work.cache)

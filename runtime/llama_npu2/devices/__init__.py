@@ -22,18 +22,23 @@ from llama_npu2.errors import UserError
 
 
 class HostBuffer:
-    """Bytes of the host at a fixed address, kept alive by this object."""
+    """Bytes of the host at a fixed address, kept alive by this object. Every device's buffers have its methods."""
 
     def __init__(self, content: np.ndarray) -> None:
         self.bytes = content
         self.address: int = content.ctypes.data
 
     def part(self, offset: int, nbytes: int) -> HostBuffer:
-        """Return a buffer in the memory of this one, which may overlap with other parts.
-
-        Every device's buffers have this method.
-        """
+        """Return a buffer in the memory of this one, which may overlap with other parts."""
         return HostBuffer(self.bytes[offset : offset + nbytes])
+
+    def fetch(self, low: int, high: int) -> np.ndarray:
+        """Return the bytes `low..high` as programs have left them, valid until the next one runs."""
+        return self.bytes[low:high]
+
+    def store(self, low: int, content: np.ndarray) -> None:
+        """Replace bytes from `low` on, for programs to read."""
+        self.bytes[low : low + len(content)] = content
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ They are those that take the least time by the manifest's estimate.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from llama_npu2.artifact.plan import DECODE, PREFILL, Phase
 
@@ -97,3 +100,65 @@ class Chunks:
             (until - first) * self.milliseconds[decode_phase(self.windows, first)]
             for first, until in zip(starts, ends, strict=True)
         )
+
+
+_START_BITS, _PHASE_BITS = 24, 48
+"""Where a key has the position of its chunk, and its phase: a token's id takes fewer than 24 bits."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The chunks of one sequence: those of its prompt, and its replies' tokens one by one."""
+
+    prompt: int
+    """Number of tokens of the prompt."""
+    chunks: Sequence[Chunk]
+    """Those of the prompt. Their starts ascend; a chunk may begin before the last one's end and compute it anew."""
+    recipe: Recipe
+
+    def next(self, done: int) -> Chunk:
+        """Return the chunk that follows once `done` tokens are processed. It may begin before them."""
+        if done >= self.prompt:
+            return Chunk(decode_phase(self.recipe.chunks.windows, done), done, done + 1)
+        return self.chunks[bisect_right(self.chunks, done, key=lambda chunk: chunk.start) - 1]
+
+    def settled(self, done: int) -> int:
+        """Return how many of the `done` tokens that are processed no later chunk computes anew."""
+        return min(self.next(done).start, done)
+
+    def resumed(self, matched: int) -> int:
+        """Return where the next chunk begins if K and V of the first `matched` tokens are another sequence's."""
+        return self.next(matched).start
+
+    def keys(self, ids: Sequence[int]) -> list[int]:
+        """Return a number for each of the first tokens of the sequence, which says how its K and V come about, too.
+
+        Sequences whose keys begin alike have the same bits in their caches. Tokens alone would not do, because programs
+        of other shapes add in other orders.
+        """
+        keys = np.array(ids, np.int64)
+        number = self.recipe.numbers
+        for chunk in self.chunks:
+            keys[chunk.start : chunk.end] = ids[chunk.start : chunk.end]
+            keys[chunk.start : chunk.end] |= chunk.start << _START_BITS | number[chunk.phase] << _PHASE_BITS
+        start = self.prompt
+        for window in self.recipe.chunks.windows or [len(ids)]:
+            if start < window:
+                phase = decode_phase(self.recipe.chunks.windows, start)
+                keys[start:window] |= number[phase] << _PHASE_BITS
+                start = window
+        found: list[int] = keys.tolist()
+        return found
+
+
+class Recipe:
+    """Which phases process a sequence, whatever else there is: those that process it alone."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks = chunks
+        self.numbers = {phase: number for number, phase in enumerate(sorted(chunks.milliseconds))}
+        """Of each phase, for `Cut.keys`."""
+
+    def cut(self, prompt: int) -> Cut:
+        """Return the chunks of a sequence whose prompt has so many tokens."""
+        return Cut(prompt, self.chunks.cheapest(0, prompt), self)

@@ -27,6 +27,7 @@ from llama_npu2.errors import REMEDY, UserError
 
 if TYPE_CHECKING:
     from llama_npu2.engine.native_steps import NativeSteps
+    from llama_npu2.engine.turns import TurnSteps
 
 _HIDDEN = "final_normed"
 """The buffer of the last norm's output."""
@@ -73,7 +74,8 @@ class Engine:
         cache = f", {model['kv']} KV cache" if model.get("kv", "bf16") != "bf16" else ""
         activations = ", 8-bit activations" if model.get("activations") == "int8" else ""
         copied = " and a second copy for prompts" if self.second_copy else ""
-        return f"{model['weights']}{calibrated} weights{copied}{activations}{cache}, {self.device.description}"
+        turns = "" if self.holds_many else ", where sequences take turns"
+        return f"{model['weights']}{calibrated} weights{copied}{activations}{cache}, {self.device.description}{turns}"
 
     @property
     def position(self) -> int:
@@ -94,22 +96,34 @@ class Engine:
 
     @cached_property
     def holds_many(self) -> bool:
-        """Whether the device holds many sequences, so that there are `steps`."""
+        """Whether the device's caches hold many sequences, which `steps` process. Elsewhere sequences take turns."""
         return bool(cache_blocks(self.manifest))
 
     @cached_property
     def steps(self) -> NativeSteps:
         """What processes rows of many sequences, over this engine's caches.
 
-        Raises UserError if the device holds one sequence alone.
+        Raises UserError if the device's programs take the rows of one sequence alone.
         """
         if not self.holds_many:
-            raise UserError(f"{self.manifest.directory}: its device holds one sequence: choose target=cpu for several")
+            where = self.manifest.directory
+            raise UserError(f"{where}: on its device sequences take turns: choose target=cpu for steps of several rows")
         from llama_npu2.engine.native_steps import NativeSteps  # for the CPU alone
 
         prepared: dict[Phase, Any] = {**self._phases}
         layers, token, row_logits = prepared[PREFILL_CHUNK], prepared[DECODE], self._row_logits(PREFILL)
         return NativeSteps(self.memory, layers, row_logits, token, self._logits, self._blocks)
+
+    @cached_property
+    def turns(self) -> TurnSteps:
+        """What processes one sequence after the other, where the device holds one at a time."""
+        from llama_npu2.engine.turns import TurnSteps
+
+        def process(phase: Phase, tokens: Sequence[int], position: int) -> np.ndarray:
+            self._run_at(phase, tokens, position)
+            return self._logits
+
+        return TurnSteps(self.manifest, self.memory, self._blocks, self._chunks, process)
 
     @cached_property
     def unaliased(self) -> tuple[Memory, dict[Phase, list[Call]]]:
@@ -301,14 +315,17 @@ class Engine:
 
     def _run(self, phase: Phase, ids: list[int], calls: Submission | None = None) -> None:
         """Append tokens. `calls`: instead of the phase's."""
+        self._run_at(phase, ids, self.position, calls)
+        self._cached += ids
+
+    def _run_at(self, phase: Phase, ids: Sequence[int], position: int, calls: Submission | None = None) -> None:
         if calls or self._active[phase.kind] != phase:
             self._phases[self._active[phase.kind]].suspend()
             self._active[phase.kind] = phase
-        about = {"rows": len(ids), "position": self.position}
+        about = {"rows": len(ids), "position": position}
         self._timed("host", "copy tokens", setitem, self._tokens, slice(len(ids)), ids)
         run = (calls or self._phases[phase]).run
-        self._timed("phase", str(phase), run, len(ids), self.position, about=about)
-        self._cached += ids
+        self._timed("phase", str(phase), run, len(ids), position, about=about)
 
     def _copied_logits(self) -> np.ndarray:
         logits: np.ndarray = self._timed("host", "copy logits", self._logits.copy)

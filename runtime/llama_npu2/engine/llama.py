@@ -54,8 +54,8 @@ def load(
         threads: 0 for all CPUs of this process.
         second_copy: whether to keep a copy of the weights in the format in which an NPU multiplies prompts with them,
             instead of unpacking them for every prompt.
-        kv_memory: the most bytes that K and V of all sequences may take, on the CPU; 0: as many as one sequence takes
-            that fills the context. Those of `draft` are among them.
+        kv_memory: the most bytes that K and V of all sequences may take, on the NPU with those of its own cache; 0: as
+            many as one sequence takes that fills the context. Those of `draft` are among them.
         draft: artifacts of a small model with the same tokenizer, which drafts tokens for this one to check; on the
             CPU. Drafts change no token.
 
@@ -373,25 +373,26 @@ class Llama(Engine):
     def engine(self, *, speculate: bool = True) -> Serving:
         """Return an async engine, which generates many replies at once. Close it, or use it in a `with` block.
 
-        Sequences share the steps and the KV cache: `kv_memory` says how many there is room for. Every reply has the
-        tokens that it has alone. As long as the engine is open, only it can generate.
+        Sequences share the steps and the KV cache: `kv_memory` says how many there is room for. On an NPU they take
+        turns. Every reply has the tokens that it has alone. As long as the engine is open, only it can generate.
 
         Args:
             speculate: whether to draft tokens, by looking up what followed the last ones before, or by the model that
                 `load(draft=)` names. Drafts change no token.
 
         Raises:
-            UserError: if one is open already, or if the artifact's device holds one sequence alone.
+            UserError: if one is open already.
         """
         self._check_unserved()
         from llama_npu2.engine.batch.scheduler import Scheduler  # for engines alone: asyncio takes 50 ms
         from llama_npu2.engine.serving import Serving
 
-        steps = self.steps
         self.reset()
+        turns = None if self.holds_many else self.turns
+        steps = turns or self.steps
         model = self._drafting.model if self._drafting else None
-        work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, self.context_length, speculate, model=model)
-        self._serving = Serving(work, self._asked, self._context_key, self._unserved)
+        work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, self.context_length, speculate, model=model, turns=turns)
+        self._serving = Serving(work, self._asked, self._context_key if self.holds_many else None, self._unserved)
         return self._serving
 
     def save_context(self, path: str | Path) -> int:

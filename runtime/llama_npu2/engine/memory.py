@@ -39,24 +39,54 @@ def cache_blocks(manifest: Manifest) -> dict[str, CacheBlocks]:
     return {name: CacheBlocks.of(manifest, name) for name, spec in manifest.buffers.items() if "row_positions" in spec}
 
 
+class CacheRows(NamedTuple):
+    """Where the positions of a contiguous cache lie."""
+
+    row: int
+    """Bytes of a position."""
+    extra: int
+    """Rows that it has beside those of the context. A position's row may be as many rows behind its number."""
+
+    @staticmethod
+    def of(manifest: Manifest) -> dict[str, CacheRows]:
+        """Return the caches of a manifest that are not in blocks."""
+        contiguous = {
+            name: spec["shape"][0]
+            for name, spec in manifest.buffers.items()
+            if spec["kind"] == "cache" and "row_positions" not in spec
+        }
+        context = manifest.model["max_seq"]
+        return {
+            name: CacheRows(manifest.nbytes(name) // rows, max(rows - context, 0)) for name, rows in contiguous.items()
+        }
+
+    @property
+    def block(self) -> int:
+        """The bytes of a block's positions."""
+        return self.range(0, BLOCK_POSITIONS)[1]
+
+    def range(self, first: int, end: int) -> tuple[int, int]:
+        """Return the first byte of some positions and the byte after the last, wherever in the extra rows they lie."""
+        return first * self.row, (end + self.extra) * self.row
+
+
 def blocks_within(kv_memory: int, *manifests: Manifest) -> int:
     """Return how many blocks of all caches fit in `kv_memory` bytes, the same number for each of several models.
 
     Raises UserError if none does.
     """
-    for manifest in manifests:
-        if not cache_blocks(manifest):
-            where = manifest.directory
-            raise UserError(f"kv_memory={kv_memory}: the caches of {where} are not in blocks: leave it out")
     front, block = (sum(memory_of_blocks(manifest, count) for manifest in manifests) for count in (0, 1))
     if kv_memory < block:
-        raise UserError(f"kv_memory={kv_memory}: {BLOCK_POSITIONS} positions take {block} bytes: give more")
+        beside = f"{BLOCK_POSITIONS} positions" + (f" beside {front} of the device" if front > block - front else "")
+        raise UserError(f"kv_memory={kv_memory}: {beside} take {block} bytes: give more")
     return (kv_memory - front) // (block - front)
 
 
 def memory_of_blocks(manifest: Manifest, blocks: int) -> int:
-    """Return the bytes that so many blocks of all caches take; 0 if they are not in blocks."""
-    return sum(at.front + at.each * blocks for at in cache_blocks(manifest).values())
+    """Return the bytes that so many blocks of all caches take, beside the device's caches if those are contiguous."""
+    in_blocks = sum(at.front + at.each * blocks for at in cache_blocks(manifest).values())
+    contiguous = CacheRows.of(manifest)
+    return in_blocks + sum(manifest.nbytes(name) + rows.block * blocks for name, rows in contiguous.items())
 
 
 class Memory:

@@ -102,7 +102,7 @@ class Serving:
         self,
         scheduler: Scheduler,
         generation: Callable[..., Generation],
-        key: Mapping[str, Any],
+        key: Mapping[str, Any] | None,
         closed: Callable[[], Any],
     ) -> None:
         """Start the thread.
@@ -110,7 +110,7 @@ class Serving:
         Args:
             scheduler: whose steps it runs.
             generation: makes a reply to a prompt.
-            key: of contexts on disk.
+            key: of contexts on disk; None where the cache does not know texts by their tokens alone.
             closed: called once the thread has ended.
         """
         self._scheduler, self._generation, self._key, self._closed = scheduler, generation, key, closed
@@ -161,20 +161,32 @@ class Serving:
     def save_context(self, path: str | Path, ids: Sequence[int]) -> int:
         """Write the longest beginning of a text that the cache remembers to a file; return its number of tokens.
 
-        Raises UserError if it is empty, or the file cannot be written.
+        Raises UserError if it is empty, the file cannot be written, or sequences take turns.
         """
-        return int(self._between_steps(lambda: save(self._scheduler.cache, Path(path), self._key, ids)))
+        key = self._kept()
+        return int(self._between_steps(lambda: save(self._scheduler.cache, Path(path), key, ids)))
 
     def load_context(self, path: str | Path) -> int:
         """Remember what `save_context` wrote, until others need its blocks; return its number of tokens.
 
-        Raises UserError if the file cannot be used, or has no room beside the sequences that run.
+        Raises UserError if the file cannot be used, has no room beside the sequences that run, or sequences take turns.
         """
-        return int(self._between_steps(lambda: load(self._scheduler.cache, Path(path), self._key)))
+        key = self._kept()
+        return int(self._between_steps(lambda: load(self._scheduler.cache, Path(path), key)))
 
     def pin(self, ids: Sequence[int], keep: bool = True) -> int:
-        """Keep the beginning of a text that the cache remembers, or no longer; return its number of tokens."""
+        """Keep the beginning of a text that the cache remembers, or no longer; return its number of tokens.
+
+        Raises UserError if sequences take turns.
+        """
+        self._kept()
         return int(self._between_steps(lambda: self._scheduler.cache.tree.pin(ids, 1 if keep else -1)))
+
+    def _kept(self) -> Mapping[str, Any]:
+        """Return the key of contexts on disk. Raises UserError where a text's tokens do not say what is cached."""
+        if self._key is None:
+            raise UserError("sequences take turns on this device, which keeps no contexts of texts: choose target=cpu")
+        return self._key
 
     def _between_steps(self, function: Callable[[], Any]) -> Any:
         """Return what a function returns that the thread of the steps calls. Raises UserError if this is closed."""

@@ -7,6 +7,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from llama_npu2.artifact.plan import Phase
+from llama_npu2.engine.chunks import Recipe
+
 
 class Run(NamedTuple):
     """Rows of one sequence at consecutive positions."""
@@ -20,6 +23,8 @@ class Run(NamedTuple):
     positions on. It reaches at least to the last row's position."""
     logits: int = 1
     """Of how many of its last rows logits are wanted: 0 for none, all of them where drafts are checked."""
+    phase: Phase | None = None
+    """What processes them, where programs have fixed shapes."""
 
 
 class Steps(Protocol):
@@ -51,3 +56,15 @@ class Steps(Protocol):
 
     def write_block(self, block: int, content: bytes) -> None:
         """Store what `read_block` has returned, in any block."""
+
+
+class Turns(Steps, Protocol):
+    """Steps of a device whose programs have fixed shapes and one contiguous cache: a step has one run."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """Which phases process a sequence, so that it has the bits that it has alone."""
+
+    @property
+    def turn(self) -> int:
+        """How many tokens of a sequence should come before another one's, since changing over takes time."""

@@ -111,6 +111,19 @@ class XrtBuffer:
         """Make what the device wrote in `low..high` visible to the host."""
         self._counts.from_device += self._sync("FROM", self.device_newer.take(low, high))
 
+    def fetch(self, low: int, high: int) -> np.ndarray:
+        """Return the bytes `low..high` as programs have left them, valid until the next one runs."""
+        self.from_device(low, high)
+        content: np.ndarray = self.bytes[low:high]
+        return content
+
+    def store(self, low: int, content: np.ndarray) -> None:
+        """Replace bytes from `low` on, for programs to read."""
+        high = low + len(content)
+        self.device_newer.take(low, high)
+        self.bytes[low:high] = content
+        self.host_newer.add(low, high)
+
     def push(self) -> None:
         """Make the whole buffer visible to the device, whichever side wrote it."""
         self._counts.to_device += self._sync("TO", [(0, self.nbytes)])

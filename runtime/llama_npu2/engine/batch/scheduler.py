@@ -10,11 +10,12 @@ from itertools import count
 
 import numpy as np
 
+from llama_npu2.artifact.plan import Phase
 from llama_npu2.engine.batch.drafts import Drafts, Wanted
 from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.batch.sequence import Cache, Growing, Sequence
 from llama_npu2.engine.batch.small_model import SmallModel
-from llama_npu2.engine.step import Run, Steps
+from llama_npu2.engine.step import Run, Steps, Turns
 from llama_npu2.errors import UserError
 
 _GAP, _LEAST_CHUNK = 0.15, 16
@@ -31,6 +32,8 @@ class Planned:
     rows: int
     """Without drafts."""
     drafts: list[int]
+    phase: Phase | None = None
+    """What processes them, where programs have fixed shapes."""
 
     @property
     def completes(self) -> bool:
@@ -41,7 +44,7 @@ class Planned:
         """Return the rows."""
         sequence = self.sequence
         tokens = sequence.ids[sequence.done : sequence.done + self.rows] + self.drafts
-        return Run(tokens, sequence.done, sequence.table, self.completes * (1 + len(self.drafts)))
+        return Run(tokens, sequence.done, sequence.table, self.completes * (1 + len(self.drafts)), self.phase)
 
 
 class Scheduler:
@@ -57,6 +60,7 @@ class Scheduler:
         least_shared: int = 8,
         clock: Callable[[], float] = time.perf_counter,
         model: SmallModel | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """Make a scheduler without sequences.
 
@@ -69,13 +73,15 @@ class Scheduler:
             least_shared: how many tokens of a block must be shared for it to be worth a copy.
             clock: seconds, to measure steps by.
             model: drafts what is not found in a text itself.
+            turns: the steps, where a step has rows of one sequence alone.
         """
         self._steps, self._rows, self._context, self._clock = steps, rows, context, clock
         self.cache = Cache(steps, positions, least_shared)
         self._waiting: deque[Sequence] = deque()
         self._running: deque[Sequence] = deque()
         self._numbers, self._pace = count(), Pace()
-        self._drafts = Drafts(self._pace, model) if speculate else None
+        self._drafts = Drafts(self._pace, model) if speculate and not turns else None
+        self._turns, self._turn = turns, 0
 
     @property
     def busy(self) -> bool:
@@ -84,7 +90,8 @@ class Scheduler:
 
     def add(self, growing: Growing) -> Sequence:
         """Add a sequence, whose turn comes when there are blocks for it."""
-        sequence = Sequence(growing.ids, growing, next(self._numbers))
+        cut = self._turns.recipe.cut(len(growing.ids)) if self._turns else None
+        sequence = Sequence(growing.ids, growing, next(self._numbers), cut=cut)
         self._waiting.append(sequence)
         return sequence
 
@@ -134,6 +141,8 @@ class Scheduler:
         return max(self.cache.blocks_of(len(sequence.ids) + 1) - len(table), 0)
 
     def _plan(self) -> list[Planned]:
+        if self._turns:
+            return self._plan_turn(self._turns.turn)
         plan: list[Planned] = []
         replies = [sequence for sequence in self._running if sequence.pending == 1]
         prompts = [sequence for sequence in self._running if sequence.pending > 1]
@@ -147,6 +156,21 @@ class Scheduler:
         for planned in plan:  # who was not served is first the next time
             self._running.remove(planned.sequence)
             self._running.append(planned.sequence)
+        return plan
+
+    def _plan_turn(self, tokens: int) -> list[Planned]:
+        """Plan a step of the sequence whose turn it is: a chunk of its prompt, or one of `tokens` tokens in a row."""
+        plan: list[Planned] = []
+        for sequence in [*self._running]:
+            if self._place(plan, sequence, self._rows):
+                break
+            self._turn = 0
+        for planned in plan:
+            self._turn += 1
+            if not planned.completes or self._turn >= tokens:
+                self._turn = 0
+                self._running.remove(planned.sequence)
+                self._running.append(planned.sequence)
         return plan
 
     def _chunk(self, plan: list[Planned]) -> int:
@@ -163,12 +187,15 @@ class Scheduler:
             self.cache.reuse(sequence)
         if self._follows(sequence):
             return 0
+        if sequence.cut:
+            self.cache.rewind(sequence, sequence.settled)
         self.cache.own_last(sequence)
-        rows = min(sequence.pending, most)
+        chunk = sequence.cut.next(sequence.done) if sequence.cut else None
+        rows = chunk.end - sequence.done if chunk else min(sequence.pending, most)
         while not self.cache.reach(sequence, rows):
             if not self._swap_out(plan, sequence):
                 return 0
-        plan.append(Planned(sequence, rows, []))
+        plan.append(Planned(sequence, rows, [], chunk.phase if chunk else None))
         return rows
 
     def _follows(self, sequence: Sequence) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from llama_npu2.engine.batch.pool import BlockPool
 from llama_npu2.engine.batch.prefix_tree import PrefixTree
+from llama_npu2.engine.chunks import Cut
 from llama_npu2.engine.step import Steps
 
 
@@ -47,6 +48,19 @@ class Held:
         """Tokens that are not processed: one between two tokens of a reply, more for a prompt."""
         return len(self.ids) - self.done
 
+    @property
+    def settled(self) -> int:
+        """Tokens that are processed and will not be computed anew."""
+        return self.done
+
+    def keys(self, end: int) -> Tokens[int]:
+        """Return what the tree knows the first `end` tokens by."""
+        return self.ids[:end]
+
+    def resumed(self, matched: int) -> int:
+        """Return how many tokens are done once blocks hold the first `matched` ones."""
+        return matched
+
 
 @dataclass(eq=False)
 class Sequence(Held):
@@ -57,10 +71,22 @@ class Sequence(Held):
     """Which of all sequences, by arrival. The latest one is swapped out first."""
     processed: int = 0
     """Tokens that were processed; again counts again."""
+    cut: Cut | None = None
+    """The chunks that it is processed in, where programs have fixed shapes."""
 
     def __post_init__(self) -> None:
         self.prompt = len(self.ids)
         """Number of tokens of the prompt."""
+
+    @property
+    def settled(self) -> int:
+        return self.cut.settled(self.done) if self.cut else self.done
+
+    def keys(self, end: int) -> Tokens[int]:
+        return self.cut.keys(self.ids[:end]) if self.cut else super().keys(end)
+
+    def resumed(self, matched: int) -> int:
+        return self.cut.resumed(matched) if self.cut else matched
 
 
 @dataclass
@@ -94,13 +120,26 @@ class Cache:
 
     def reuse(self, sequence: Held) -> None:
         """Take blocks that hold more of a sequence's tokens than are done. Its last token is always left to process."""
-        table, matched = self.tree.match(sequence.ids[:-1])
-        if matched <= sequence.done:
+        table, matched = self.tree.match(sequence.keys(len(sequence.ids) - 1))
+        done = sequence.resumed(matched)
+        if done <= sequence.done:
             self.drop(table)
             return
         self.drop(sequence.table)
-        sequence.table, sequence.done = table, matched
-        self.counts.shared += len(table)
+        sequence.table, sequence.done = table, done
+        self._shorten(sequence)
+        self.counts.shared += len(sequence.table)
+
+    def rewind(self, sequence: Held, done: int) -> None:
+        """Forget that tokens from `done` on are processed."""
+        sequence.done = done
+        self._shorten(sequence)
+
+    def _shorten(self, sequence: Held) -> None:
+        """Give up the blocks after those that hold what is done."""
+        blocks = self.blocks_of(sequence.done)
+        self.drop(sequence.table[blocks:])
+        del sequence.table[blocks:]
 
     def own_last(self, sequence: Held) -> None:
         """See to it that the block of the next position, if it is partly filled, may be written.
@@ -113,9 +152,7 @@ class Cache:
         if (block := self.take()) is None:
             if self.pool.holders(table[at]) == 2 and self.tree.forget(table[at]):
                 return
-            sequence.done = at * self.positions
-            self.drop(table[at:])
-            del table[at:]
+            self.rewind(sequence, sequence.resumed(at * self.positions))
             return
         self.steps.copy_blocks([(table[at], block)])
         self.counts.copies += 1
@@ -132,8 +169,8 @@ class Cache:
 
     def remember(self, sequence: Held, partly: bool = False) -> None:
         """Put a sequence's full blocks into the tree; `partly`: the last one even if it is not full."""
-        end = sequence.done if partly else sequence.done - sequence.done % self.positions
-        self.tree.insert(sequence.ids[:end], sequence.table)
+        end = sequence.settled if partly else sequence.settled - sequence.settled % self.positions
+        self.tree.insert(sequence.keys(end), sequence.table)
 
     def give_up(self, sequence: Held, remember: bool = True) -> None:
         """Take a sequence's blocks from it. What they hold stays in the tree until others need the room."""
@@ -144,7 +181,7 @@ class Cache:
 
     def held(self, sequence: Held) -> list[int]:
         """Return the blocks that `reuse` would take."""
-        return self.tree.held(sequence.ids[:-1])
+        return self.tree.held(sequence.keys(len(sequence.ids) - 1))
 
     def room(self, apart_from: Tokens[int] = ()) -> int:
         """Return how many blocks are free or can be made free, apart from some."""

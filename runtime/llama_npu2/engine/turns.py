@@ -1,0 +1,154 @@
+"""Steps on a device with one contiguous KV cache: sequences take turns in it. The host's memory has their blocks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, Phase
+from llama_npu2.engine.chunks import Chunks, Recipe
+from llama_npu2.engine.memory import CacheRows, Memory
+from llama_npu2.engine.step import Run
+
+_OVERHEAD = 0.1
+"""Share of the time that changing over from one sequence to another may take."""
+_LONGEST_TURN = 64
+_NEWEST = 0.25
+"""How much the last time counts in the mean of times."""
+
+
+class _Content(NamedTuple):
+    """What a block held at some time."""
+
+    block: int
+    version: int
+
+
+class TurnSteps:
+    """Processes one run after another in the device's cache, and keeps what they append in blocks of the host.
+
+    A run whose sequence is not the one that the device's cache holds has its blocks copied there first.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        memory: Memory,
+        blocks: int,
+        chunks: Chunks,
+        process: Callable[[Phase, Sequence[int], int], np.ndarray],
+    ) -> None:
+        """Start with a device whose cache holds nothing.
+
+        Args:
+            manifest: the model's.
+            memory: the buffers on the device.
+            blocks: how many the host holds.
+            chunks: the phases that process a prompt.
+            process: runs a phase for tokens from a position on; returns f32 logits `[vocab]` after the last one, valid
+                until the next call.
+        """
+        self.blocks, self.recipe = blocks, Recipe(chunks)
+        self.rows = max(phase.rows or 1 for phase in chunks.milliseconds)
+        self._process, self._vocabulary = process, manifest.model["vocab"]
+        self._caches = [(memory.buffer(name), rows) for name, rows in CacheRows.of(manifest).items()]
+        each = sum(rows.block for _, rows in self._caches)
+        self._held = np.empty((blocks, each), np.uint8)
+        self._versions = [0] * blocks
+        self._loaded: list[_Content] = []
+        """What each block's worth of the device's cache holds."""
+        self._copying = self._token = 0.0
+
+    @property
+    def turn(self) -> int:
+        """How many tokens of a sequence should come before another one's: copying takes a tenth of the time then."""
+        if not self._token:
+            return 1
+        return max(1, min(math.ceil(self._copying / (_OVERHEAD * self._token)), _LONGEST_TURN))
+
+    def step(self, runs: Sequence[Run]) -> np.ndarray:
+        """Process rows, as `Steps.step` says: one run after the other, each by its phase. Its last row may have logits.
+
+        Raises:
+            ValueError: if a run says no phase, or names tokens or blocks that are not there. Nothing was stored then.
+        """
+        for run in runs:
+            self._check(run)
+        logits = [row for run in runs if (row := self._run(run)) is not None]
+        return np.stack(logits) if logits else np.empty((0, self._vocabulary), np.float32)
+
+    def _check(self, run: Run) -> None:
+        end = run.position + len(run.tokens)
+        reached = run.blocks[: -(-end // BLOCK_POSITIONS)]
+        if run.phase is None or not run.tokens or run.position < 0 or not 0 <= run.logits <= 1:
+            raise ValueError(f"a run of {len(run.tokens)} rows from {run.position} on in {run.phase}")
+        if len(reached) * BLOCK_POSITIONS < end or not all(0 <= block < self.blocks for block in reached):
+            raise ValueError(f"a run up to {end} has no table of blocks below {self.blocks}")
+        if min(run.tokens) < 0 or max(run.tokens) >= self._vocabulary:
+            raise ValueError(f"a token is outside the vocabulary of {self._vocabulary}")
+
+    def _run(self, run: Run) -> np.ndarray | None:
+        assert run.phase
+        started = time.perf_counter()
+        if self._load(run.blocks, run.position):
+            self._copying += _NEWEST * (time.perf_counter() - started - self._copying)
+        started = time.perf_counter()
+        logits = self._process(run.phase, run.tokens, run.position)
+        if len(run.tokens) == 1:
+            self._token += (_NEWEST if self._token else 1) * (time.perf_counter() - started - self._token)
+        self._store(run.blocks, run.position, run.position + len(run.tokens))
+        return logits.copy() if run.logits else None
+
+    def _load(self, table: Sequence[int], position: int) -> bool:
+        """Fill the device's cache up to a position, as far as it holds anything else. Return whether it did."""
+        wanted = [_Content(block, self._versions[block]) for block in table[: -(-position // BLOCK_POSITIONS)]]
+        same = next((at for at, each in enumerate(wanted) if self._loaded[at : at + 1] != [each]), len(wanted))
+        for at in range(same, len(wanted)):
+            count = min(position - at * BLOCK_POSITIONS, BLOCK_POSITIONS)
+            for buffer, rows, held in self._parts(wanted[at].block):
+                low, high = rows.range(0, count)
+                buffer.store(at * BLOCK_POSITIONS * rows.row + low, held[low:high])
+        self._loaded[same:] = wanted[same:]
+        return same < len(wanted)
+
+    def _store(self, table: Sequence[int], first: int, end: int) -> None:
+        """Copy positions of the device's cache to the blocks of a table."""
+        for at in range(first // BLOCK_POSITIONS, -(-end // BLOCK_POSITIONS)):
+            start, block = at * BLOCK_POSITIONS, table[at]
+            for buffer, rows, held in self._parts(block):
+                low, high = rows.range(max(first - start, 0), min(end - start, BLOCK_POSITIONS))
+                held[low:high] = buffer.fetch(start * rows.row + low, start * rows.row + high)
+            self._changed(block)
+            self._loaded[at:] = [_Content(block, self._versions[block])]
+
+    def _parts(self, block: int) -> Iterator[tuple[Any, CacheRows, np.ndarray]]:
+        """Yield each of the device's caches, its rows, and the bytes of a block that belong to it."""
+        start = 0
+        for buffer, rows in self._caches:
+            yield buffer, rows, self._held[block, start : start + rows.block]
+            start += rows.block
+
+    def _changed(self, block: int) -> None:
+        self._versions[block] += 1
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy all of a block, in all layers, from the first to the second block of each pair, in order."""
+        for source, target in pairs:
+            self._held[target] = self._held[source]
+            self._changed(target)
+
+    def read_block(self, block: int) -> bytes:
+        """Return the content of a block, in all layers."""
+        return self._held[block].tobytes()
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Store what `read_block` has returned, in any block. Raises ValueError if it has another length."""
+        if len(content) != self._held.shape[1]:
+            raise ValueError(f"a block has {self._held.shape[1]} bytes, not {len(content)}")
+        self._held[block] = np.frombuffer(content, np.uint8)
+        self._changed(block)

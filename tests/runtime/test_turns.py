@@ -1,0 +1,234 @@
+"""Sequences that take turns in one contiguous cache, on a device whose every bit says how it came about."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, DECODE, PREFILL, Phase
+from llama_npu2.devices import HostBuffer
+from llama_npu2.engine import turns
+from llama_npu2.engine.batch.scheduler import Scheduler
+from llama_npu2.engine.batch.sequence import Counts
+from llama_npu2.engine.chunks import Chunks, Cut, decode_phase
+from llama_npu2.engine.memory import CacheRows
+from llama_npu2.engine.step import Run
+from llama_npu2.engine.turns import TurnSteps
+from tests.support.schedule_faults import freed_early, off_by_one
+from tests.support.schedules import all_back, prompts, run, total
+
+CONTEXT, VOCAB, TAPS = 1000, 50, 3
+"""The context is no multiple of a block's positions, nor of a bucket's rows."""
+_ODD = np.random.default_rng(1).integers(-(1 << 62), 1 << 62, CONTEXT) | 1
+
+
+class Device:
+    """A model whose keys follow from all keys before them, and from the phase and the chunk that computes them.
+
+    It has a cache of keys, and one of a convolution: position p is in row p + TAPS - 1. The TAPS rows up to it count.
+    """
+
+    def __init__(self) -> None:
+        self.keys = np.full((CONTEXT, 1), -1, np.int64)
+        self.history = np.zeros((CONTEXT + TAPS - 1, 1), np.int64)
+        self.calls = 0
+        windows = [400, CONTEXT]
+        milliseconds = {
+            **{DECODE._replace(context=size): 3.0 for size in windows},
+            **{PREFILL._replace(rows=rows, context=context): 5.0 + rows / 40 + context / 900
+               for rows in (32, 128, 256) for context in (0, 512, CONTEXT) if not context or context > rows},
+        }  # fmt: skip
+        self.chunks = Chunks(milliseconds, windows)
+
+    def process(self, phase: Phase, tokens: Sequence[int], position: int) -> np.ndarray:
+        self.calls += 1
+        assert position + len(tokens) <= (phase.positions or CONTEXT) and len(tokens) <= (phase.rows or 1)
+        code = hash((phase.rows, phase.context, 0 if phase.kind == DECODE.kind else position)) & 0xFFFF
+        end = position + len(tokens)
+        before = _mixed(self.keys[:position, 0])
+        self.history[position + TAPS - 1 : end + TAPS - 1, 0] = np.array(tokens) + 1
+        for at, token in enumerate(tokens, position):
+            self.keys[at] = _mixed(np.array([before, code, token, at, *self.history[at : at + TAPS, 0]]))
+        draws = np.random.default_rng(abs(int(_mixed(self.keys[:end, 0]))))
+        return draws.random(VOCAB).astype(np.float32)
+
+
+def _mixed(numbers: np.ndarray) -> np.int64:
+    """Return a number that follows from all of some numbers and their order."""
+    return np.sum((numbers ^ numbers >> 29) * _ODD[: len(numbers)]) >> np.int64(1)
+
+
+class Reply:
+    """Takes the most likely token, up to a number of them."""
+
+    def __init__(self, prompt: list[int], count: int) -> None:
+        self.ids, self.rows, self._count = list(prompt), list[np.ndarray](), count
+        self.errors: list[Exception | None] = []
+
+    @property
+    def finished(self) -> bool:
+        return len(self.rows) >= self._count
+
+    def take(self, logits: np.ndarray) -> None:
+        self.rows.append(logits.copy())
+        self.ids.append(int(logits.argmax()))
+
+    def start(self, processed: int) -> None:
+        pass
+
+    def end(self, error: Exception | None) -> None:
+        self.errors.append(error)
+
+
+def alone(prompt: list[int], count: int) -> Reply:
+    """What the reply is on a device that nothing else uses."""
+    device, reply = Device(), Reply(prompt, count)
+    for chunk in device.chunks.cheapest(0, len(prompt)):
+        logits = device.process(chunk.phase, prompt[chunk.start : chunk.end], chunk.start)
+    while True:
+        reply.take(logits)
+        if reply.finished:
+            return reply
+        position = len(reply.ids) - 1
+        logits = device.process(decode_phase(device.chunks.windows, position), reply.ids[-1:], position)
+
+
+def steps_of(device: Device, blocks: int) -> TurnSteps:
+    buffers = {"keys": device.keys, "history": device.history}
+    manifest: Any = SimpleNamespace(
+        buffers={name: {"kind": "cache", "shape": cache.shape} for name, cache in buffers.items()},
+        nbytes=lambda name: buffers[name].nbytes,
+        model={"vocab": VOCAB, "max_seq": CONTEXT},
+    )
+    memory: Any = SimpleNamespace(buffer=lambda name: HostBuffer(buffers[name].view(np.uint8).reshape(-1)))
+    return TurnSteps(manifest, memory, blocks, device.chunks, device.process)
+
+
+def schedule(seed: int) -> Counts:
+    draw = random.Random(seed)
+    device = Device()
+    asked = [
+        (text, min(draw.choice([1, 6, 150]), CONTEXT - len(text)))
+        for text in prompts(draw, draw.randint(2, 7), VOCAB, draw.choice([300, 980]))
+    ]
+    least = 1 + max(len(text) + count for text, count in asked) // BLOCK_POSITIONS
+    steps = steps_of(device, draw.choice([least, least + 3, 60]))
+    work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, CONTEXT, turns=steps, least_shared=draw.choice([1, 8]))
+    replies = [Reply(*each) for each in asked]
+    cancelled = run(draw, work, replies)
+    all_back(work.cache)
+    for number, (each, reply) in enumerate(zip(asked, replies, strict=True)):
+        expected = alone(*each).rows[: len(reply.rows)]
+        assert np.array_equal(reply.rows, expected), f"sequence {number} of {seed}"
+        assert number in cancelled or (reply.finished and reply.errors == [None])
+    return work.cache.counts
+
+
+def test_every_sequence_has_the_bits_that_it_has_alone() -> None:
+    counts = total(schedule, range(25))
+    print(counts)
+    assert counts.swaps and counts.shared and counts.copies and counts.evicted and not counts.drafted
+
+
+def by_tokens_alone(patch: pytest.MonkeyPatch) -> None:
+    """Whoever begins with the same tokens shares K and V, however they came about."""
+    patch.setattr(Cut, "keys", lambda self, ids: list(ids))
+
+
+def within_a_chunk(patch: pytest.MonkeyPatch) -> None:
+    """A chunk goes on where shared tokens end, not where it began."""
+    patch.setattr(Cut, "resumed", lambda self, matched: matched)
+    patch.setattr(Cut, "settled", lambda self, done: done)
+
+
+def not_loaded(patch: pytest.MonkeyPatch) -> None:
+    """A block counts as loaded even if it was written since."""
+    patch.setattr(TurnSteps, "_changed", lambda self, block: None)
+
+
+def no_extra_rows(patch: pytest.MonkeyPatch) -> None:
+    """What a convolution sees of the positions before is left behind."""
+    patch.setattr(CacheRows, "range", lambda self, first, end: (first * self.row, end * self.row))
+
+
+FAULTS = [by_tokens_alone, within_a_chunk, not_loaded, no_extra_rows, freed_early, off_by_one]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_show(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        total(schedule, range(40))
+
+
+def test_what_two_prompts_share_is_processed_once() -> None:
+    device = Device()
+    steps = steps_of(device, 40)
+    work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, CONTEXT, turns=steps)
+    text = [token % VOCAB for token in range(700)]
+    for count, end in enumerate(([1], [2, 3])):
+        before = device.calls
+        work.add(reply := Reply(text + end, 1))
+        while work.busy:
+            work.step()
+        chunks = device.chunks.cheapest(0, len(reply.ids) - 1)
+        assert device.calls - before == (len(chunks) if not count else 1), "the last chunk alone is another one"
+
+
+def test_a_turn_is_as_long_as_changing_over_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: clock[0])
+    device = Device()
+    steps = steps_of(device, 40)
+    process, load = device.process, steps._load
+
+    def slow(phase: Phase, tokens: Sequence[int], position: int) -> np.ndarray:
+        clock[0] += 0.05
+        served.append(tokens[0])
+        return process(phase, tokens, position)
+
+    def copied(table: Sequence[int], position: int) -> bool:
+        found = load(table, position)
+        clock[0] += 0.02 * found
+        return found
+
+    served: list[int] = []
+    monkeypatch.setattr(steps, "_process", slow)
+    monkeypatch.setattr(steps, "_load", copied)
+    assert steps.turn == 1
+    work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, CONTEXT, turns=steps)
+    replies = [Reply([number] * 40, 100) for number in (1, 2)]
+    for reply in replies:
+        work.add(reply)
+    order = []
+    while work.busy:
+        before = [len(reply.rows) for reply in replies]
+        work.step()
+        order += [number for number, reply in enumerate(replies) if len(reply.rows) > before[number]]
+    assert steps.turn == 4, "20 ms are a tenth of 4 tokens of 50 ms"
+    lengths = [len(part) for part in "".join(map(str, order[40:160])).replace("01", "0 1").replace("10", "1 0").split()]
+    assert set(lengths[1:-1]) == {4}
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (Run([1], 0, [0], 1), "a run of 1 rows from 0 on in None"),
+        (Run([], 0, [0], 0, DECODE), "a run of 0 rows"),
+        (Run([1], 0, [0], 2, DECODE), "a run of 1 rows"),
+        (Run([1], 128, [0], 1, DECODE), "a run up to 129 has no table of blocks below 3"),
+        (Run([1], 0, [3], 1, DECODE), "a run up to 1 has no table of blocks below 3"),
+        (Run([VOCAB], 0, [0], 1, DECODE), "a token is outside the vocabulary of 50"),
+    ],
+    ids=str,
+)
+def test_runs_that_are_refused(run: Run, message: str) -> None:
+    device = Device()
+    with pytest.raises(ValueError, match=message):
+        steps_of(device, 3).step([run])
+    assert not device.calls
