@@ -294,6 +294,7 @@ class Running(Checked):
         "",
         "also generate with this many sequences at a time, with commas between; on the CPU",
         "bench",
+        "profile",
         metavar="NUMBERS",
         examples=("1,2,4,8",),
     )

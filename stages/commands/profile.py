@@ -16,7 +16,7 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2.cli.profile import FORMAT, described
 from llama_npu2.errors import UserError
-from llama_npu2.schema import Check, Invalid, list_of, load_json, mapping, one_of, positive, record, string, whole
+from llama_npu2.schema import Check, Invalid, list_of, load_json, mapping, positive, record, string, text, whole
 from stages.commands.runtime import captured_runtime, runtime_arguments
 from stages.engine.files import write_atomic
 from stages.engine.places import CONFIG
@@ -100,7 +100,7 @@ _PART: Check = record(
 )
 _PHASE: Check = record(
     {
-        "name": one_of("prompt", "token"),
+        "name": text("prompt|token|step of [0-9]{1,4} sequences", "prompt, token or step of N sequences"),
         "rows": _COUNT,
         "position": _COUNT,
         "seconds": list_of(_number, least=1),
@@ -113,7 +113,7 @@ _PROFILE: Check = record(
         "format": whole(FORMAT, FORMAT),
         "machine": record(dict.fromkeys(("model", "device", "cpu"), string)),
         "peaks": mapping(string, positive),
-        "phases": list_of(_PHASE, 2, 2),
+        "phases": list_of(_PHASE, 2, 64),
         "series": list_of(list_of(_number, 3, 3), least=1),
     }
 )

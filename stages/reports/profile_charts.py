@@ -178,8 +178,8 @@ def roofline(profile: Profile, palette: Palette) -> Markup:
     titles = ["of", "program", "kernel", *(f">{name}" for name in names)]
     label = (
         f"Roofline: {peaks['bf16'] / 1e9:.0f} GFLOP/s in bf16, {peaks['read'] / 1e9:.1f} GB/s, as measured. Circles: "
-        "prompt, squares on their corner: token. What is above the line read from a cache, or ran faster than the peak "
-        "did when it was measured"
+        "prompt, squares on their corner: tokens. What is above the line read from a cache, or ran faster than the "
+        "peak did when it was measured"
     )
     x_axis, y_axis = (
         Axis.of(title, values, log=True)

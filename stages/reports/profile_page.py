@@ -36,7 +36,7 @@ def profile_page(profile: Profile, other: Profile | None = None) -> Page:
     palette = Palette(phases)
     page.add("At a glance", facts(dict(_facts(profile))), shares(phases, palette))
     page.add("Layers", *(layers(phase, palette) for phase in phases))
-    page.add("Time lines", *(timeline(profile, phase, palette) for phase in phases))
+    page.add("Time lines", *(timeline(profile, phase, palette) for phase in phases[:2]))
     if profile["peaks"]:
         page.add("Roofline", roofline(profile, palette))
     page.add("Token by token", series(profile, other))
@@ -66,11 +66,13 @@ def _answer(phases: list[Phase]) -> str:
 
 
 def _facts(profile: Profile) -> Iterator[tuple[str, str]]:
-    prompt, token = profile["phases"]
+    prompt, token, *steps = profile["phases"]
     yield f"prompt of {prompt['rows']}", f"{1e3 * prompt['mean']:.2f} ms"
     yield "prompt, tokens/s", f"{prompt['rows'] / prompt['mean']:.1f}"
     yield "token", f"{1e3 * token['mean']:.3f} ms"
     yield "tokens/s", f"{1 / token['mean']:.1f}"
+    for step in steps:
+        yield f"{step['name']}, tokens/s", f"{step['rows'] / step['mean']:.1f} ({1e3 * step['mean']:.3f} ms)"
     slow = sorted(token["seconds"])[-max(1, len(token["seconds"]) // 100)]
     yield "slowest hundredth of tokens (scheduling)", f"{1e3 * slow:.3f} ms"
     parts = segments(token)
@@ -183,7 +185,9 @@ def _compared(profile: Profile, other: Profile) -> Iterator[Markup]:
     about = other["machine"]
     yield note(f"The other is {about['model']}: {about['device']}, on {about['cpu']}.")
     titles = ["part", *(f">{name}" for name in ("this, ms", "other, ms", "this / other"))]
-    for ours, theirs in zip(profile["phases"], other["phases"], strict=True):
+    others = {phase["name"]: phase for phase in other["phases"]}
+    for ours in (phase for phase in profile["phases"] if phase["name"] in others):
+        theirs = others[ours["name"]]
         what = [f"{phase['rows']} rows from position {phase['position']}" for phase in (ours, theirs)]
         label = f"A {ours['name']}: {', against '.join(what)}"
         mine, its = ({_key(row): row["seconds"] for row in summed(phase["parts"])} for phase in (ours, theirs))

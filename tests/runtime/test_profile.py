@@ -222,11 +222,14 @@ def test_nested_spans_have_what_is_left() -> None:
 @pytest.fixture(scope="module")
 def found(llm: Llama) -> dict[str, Any]:
     """A profile, as its JSON is read again."""
-    return json.loads(json.dumps(profile(llm, None, False, 24, 3)))
+    return json.loads(json.dumps(profile(llm, None, False, 24, 3, streams=(1, 3))))
 
 
 def test_parts_of_a_profile_add_up(found: dict[str, Any]) -> None:
-    prompt, token = found["phases"]
+    prompt, token, one, three = found["phases"]
+    assert (one["name"], one["rows"], three["name"], three["rows"]) == (
+        *("step of 1 sequences", 1, "step of 3 sequences", 3),
+    )
     assert (prompt["name"], len(prompt["seconds"]), token["name"], len(token["seconds"])) == ("prompt", 3, "token", 23)
     assert token["position"] == prompt["rows"] > 400
     for phase in found["phases"]:
@@ -241,6 +244,18 @@ def test_parts_of_a_profile_add_up(found: dict[str, Any]) -> None:
     assert [position for position, _, _ in found["series"]] == list(range(prompt["rows"], prompt["rows"] + 23))
     # The reply does not end at an end token.
     assert found["machine"]["model"] == "demo" and set(found["peaks"]) == {"read", "bf16"}
+
+
+def test_a_step_multiplies_all_rows_by_all_weights(found: dict[str, Any], llm: Llama) -> None:
+    """The LM head of three sequences is one product, which reads its weights once."""
+    model, (_, token, one, three) = llm.manifest.model, found["phases"]
+    (head,) = (part for part in three["parts"] if part["name"] == "gemm_f32")
+    assert head["calls"] == 1 and head["operations"] == 2 * 3 * model["vocab"] * model["emb"]
+    assert head["bytes"] < 2 * model["vocab"] * (model["emb"] + 2 * 3) + 2**14
+    assert three["calls"]["lm_head_gemm"] == 1 and "lm_head_gemm" not in one["calls"]
+    assert {part["name"] for part in one["parts"] if part["kind"] == "launch"} == {
+        part["name"] for part in token["parts"] if part["kind"] == "launch"
+    }
 
 
 def test_tables_show_programs_launches_and_the_rest(demo: Path, found: dict[str, Any]) -> None:
@@ -328,6 +343,7 @@ def test_the_page(found: dict[str, Any], tmp_path: Path, look_at: browser.Look) 
     assert "&lt;b&gt;other" in text and "<b>other" not in text
     for shown in ("Time lines", "Roofline", "Token by token", "o_gemv_ffn, layer by layer", "Against the other"):
         assert f">{shown}<" in text
+    assert ">step of 3 sequences, tokens/s<" in text and "A step of 3 sequences: 3 rows" in text
     assert look_at(page) == []
 
 

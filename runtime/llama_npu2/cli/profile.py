@@ -1,10 +1,10 @@
 """Shows where the time of a prompt and of a token goes: `llama-npu2 profile DIR`.
 
 A prompt is processed several times, the last time with a long reply. A *prompt* lasts from the call to the first
-sampled token, a *token* from there to the next one. Each is split into spans (`llama_npu2.devices.spans`), down to
-launches of kernels where the device records them, and the time between spans, which is Python's. So the parts of a
-prompt or of a token add up to it. Figures are means, because those add up, without the fastest and the slowest quarter;
-the series of all tokens shows the spread.
+sampled token, a *token* from there to the next one. A *step* has a token of each of several sequences. Each is split
+into spans (`llama_npu2.devices.spans`), down to launches of kernels where the device records them, and the time between
+spans, which is Python's. So the parts of a prompt, a token or a step add up to it. Figures are means, because those add
+up, without the fastest and the slowest quarter; the series of all tokens shows the spread.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import Phase
-from llama_npu2.cli.bench import PEAK_ITERATIONS, Bench, machine
+from llama_npu2.cli.bench import GENERATED, PEAK_ITERATIONS, Bench, blocks_of, check_streams, kv_memory_for, machine
 from llama_npu2.cli.table import fitted
 from llama_npu2.devices.spans import Span, nested
-from llama_npu2.engine.llama import Llama, load
+from llama_npu2.engine.llama import Llama
+from llama_npu2.engine.step import Run
 from llama_npu2.options import Running, Sampling
 
 FORMAT = 1
@@ -40,17 +42,23 @@ def run_profile(
     directory: str, running: Running, sampling: Sampling, prompt: str | None, raw: bool, as_json: bool
 ) -> None:
     """Print tables, or one JSON object as `profile` returns it. Raises UserError."""
-    with contextlib.closing(load(directory, running.threads, running.second_copy)) as llm:
-        result = profile(llm, prompt, raw, sampling.max_tokens, running.repeats)
+    manifest, streams = Manifest.open(directory), running.stream_list()
+    options = running.threads, running.second_copy, kv_memory_for(manifest, streams)
+    with contextlib.closing(Llama(manifest, *options)) as llm:
+        check_streams(llm, streams)
+        result = profile(llm, prompt, raw, sampling.max_tokens, running.repeats, streams)
     print(json.dumps(result) if as_json else described(result))
 
 
-def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats: int) -> dict[str, Any]:
-    """Profile a prompt and the tokens of its reply; return the profile as JSON values.
+def profile(
+    llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats: int, streams: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Profile a prompt, the tokens of its reply, and steps of several sequences; return the profile as JSON values.
 
     - `machine`: as `bench.machine` returns it. `peaks`: of the CPU, the mean of before and after: `read` in bytes,
       `bf16` in operations per second; empty for the NPU.
-    - `phases`: `prompt` and `token`. Each has `rows` and `position` of the first one, the number of `calls` of each
+    - `phases`: `prompt`, `token`, and a `step of N sequences` for each N of `streams`: a token of each, with logits for
+      all. Each has `rows` and `position` of the first one, the number of `calls` of each
       program, `seconds` of each one, and of the middle half the `mean` seconds and `parts`. A part has `kind` and
       `name` of its spans, `program`, `layer` and number of a `launch`, and per prompt or token the number of `calls`,
       `seconds` that no other part has, nanoseconds `waited` and `busy`, `bytes`, `operations`, `runs`. On the NPU a
@@ -71,17 +79,23 @@ def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats:
         calls = Counter(call.program for call in plan)
         return _phase(name, windows, calls) | {key: value for key, value in more.items() if value}
 
+    def step(count: int) -> dict[str, Any]:
+        windows = _stepped(llm, count, min(tokens, GENERATED))
+        programs = Counter(span.name for span in windows[-1].spans if span.kind == "program")
+        return _phase(f"step of {count} sequences", windows, programs)
+
     tokens = min(max(max_tokens, 2), llm.context_length - llm.position + 2)
     before = _peaks(llm)
     with _endless(llm):
         prompts = [_generated(llm, text, raw, 1)[0] for _ in range(repeats - 1)]
         first, *following = _generated(llm, text, raw, tokens)
+    stepped = [step(count) for count in streams]
     after = _peaks(llm)
     return {
         "format": FORMAT,
         "machine": machine(llm),
         "peaks": {name: (before[name] + after[name]) / 2 for name in before},
-        "phases": [phase("prompt", [*prompts, first]), phase("token", following)],
+        "phases": [phase("prompt", [*prompts, first]), phase("token", following), *stepped],
         "series": [_point(window) for window in following],
         "timeline": _timeline(first, following),
     }
@@ -136,7 +150,26 @@ def _generated(llm: Llama, text: str, raw: bool, tokens: int) -> list[Window]:
         for _ in llm.generate(text, raw=raw, max_tokens=tokens):
             pass
     spans = recorder.spans()
-    edges = [started, *(span.end for span in spans if span.name == "sample")]
+    return _windows(spans, [started, *(span.end for span in spans if span.name == "sample")])
+
+
+def _stepped(llm: Llama, count: int, steps: int) -> list[Window]:
+    """Return the windows of steps that have a token of each of `count` sequences, which begin with an empty context."""
+    llm.reset()  # its context is lost by the first step
+    blocks, edges = blocks_of(steps), []
+    with llm.profile() as recorder:
+        for position in range(steps):
+            runs = [Run([position], position, range(at * blocks, (at + 1) * blocks)) for at in range(count)]
+            edges.append(time.perf_counter_ns())
+            llm.steps.step(runs)
+            about = {"rows": count, "position": position}
+            recorder.note(Span("phase", "step", edges[-1], time.perf_counter_ns(), 0, about))
+        edges.append(time.perf_counter_ns())
+    return _windows(recorder.spans(), edges)
+
+
+def _windows(spans: Iterable[Span], edges: Sequence[int]) -> list[Window]:
+    """Return the time between each two of `edges`, with the spans that begin in it."""
     windows, rest = [], iter(spans)
     span = next(rest, None)
     for start, end in pairwise(edges):
