@@ -53,6 +53,9 @@ def test_demo_completes(llm: Llama, prompt: str, start: str) -> None:
 def test_demo_answers(llm: Llama, prompt: str, start: str) -> None:
     assert reply(llm, prompt).startswith(start)
     assert llm.stats.finish_reason == "stop"
+    for stop, by in (([", 9", ", 7"], ", 7"), ([", 7", ", 7, 8"], ", 7"), (["never"], "")):
+        (made,) = llm.complete("1, 2, 3, 4,", raw=True, stop=stop)
+        assert made.stopped_by == by
 
 
 def test_doit_run_prints_the_completion(demo: Path) -> None:
@@ -188,9 +191,9 @@ def test_stop_string_across_tokens(byte_tokenizer: Tokenizer, stop: str) -> None
     stream, out = TextStream(byte_tokenizer, [stop, "never"]), ""
     for token in byte_tokenizer.encode(TEXT, special_tokens=False):
         out += stream.push(token)
-        if stream.stopped:
+        if stream.stopped_by:
             break
-    assert out == TEXT[: TEXT.index(stop)]
+    assert out == TEXT[: TEXT.index(stop)] and stream.stopped_by == stop
 
 
 def test_held_back_text_is_released(byte_tokenizer: Tokenizer) -> None:

@@ -81,6 +81,8 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     """All tokens that were sampled, including an end token and those that a stop string cut off."""
     stats: Stats = field(default_factory=Stats)
+    stopped_by: str = ""
+    """The stop string that ended it; empty if something else did."""
     logprobs: list[Logprob] | None = None
     """One for each of `tokens`, if asked for."""
     prompt_logprobs: list[Logprob] | None = None

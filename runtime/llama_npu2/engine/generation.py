@@ -99,7 +99,8 @@ class Generation:
         pieces: list[Piece] = []
         if token not in self._eos:
             pieces = self._timed("host", "detokenise", self._stream.push, token)
-        if ended or self._stream.stopped:
+        completion.stopped_by = self._stream.stopped_by
+        if ended or completion.stopped_by:
             stats.finish_reason = "stop"
         elif stats.generated_tokens >= options.max_tokens or len(self.ids) > self._context_length:
             stats.finish_reason = "length"

@@ -111,9 +111,9 @@ class ReplyStream:
         return self._kind
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string has come."""
-        return self._stream.stopped
+    def stopped_by(self) -> str:
+        """The stop string that has come; empty if none has."""
+        return self._stream.stopped_by
 
     def push(self, token: int) -> list[Piece]:
         """Add a token; return what became certain with it. Raises UserError."""

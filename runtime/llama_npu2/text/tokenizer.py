@@ -109,17 +109,17 @@ class TextStream:
         self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = [s for s in stop if s]
         self._pending = ""
-        self.stopped = False
-        """Whether a stop string has come."""
+        self.stopped_by = ""
+        """The stop string that has come, if one has."""
 
     def push(self, token: int) -> str:
         """Add a token; return the text that became certain with it, possibly none. Raises UserError."""
         with _explained("the tokenizer cannot decode these tokens"):
             self._pending += self._decoder.step(self._tokenizer.inner, token) or ""
-        ends = [i for i in (self._pending.find(s) for s in self._stop) if i >= 0]
+        ends = [(i, stop) for stop in self._stop if (i := self._pending.find(stop)) >= 0]
         if ends:
-            self.stopped = True
-            piece, self._pending = self._pending[: min(ends)], ""
+            end, self.stopped_by = min(ends)
+            piece, self._pending = self._pending[:end], ""
             return piece
         keep = max((_overlap(self._pending, s) for s in self._stop), default=0)
         cut = len(self._pending) - keep
