@@ -224,6 +224,8 @@ def test_variables_that_a_template_reads() -> None:
         ChatTemplate("{{ messages }}", {}).render(messages, x=1)
     with pytest.raises(UserError, match=r"cannot render these messages: .*JSON"):
         template.render(messages, tools=[print])
+    given = template.render(messages, if_read={"enable_thinking": False, "thinking": False})
+    assert given == template.render(messages, enable_thinking=False) != template.render(messages)
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert ChatTemplate("{{ messages[0].content }}", {}).render(parts) == "ab", "a template that knows no parts"
 

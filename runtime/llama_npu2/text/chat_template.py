@@ -91,6 +91,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         controls: Mapping[str, bool] | None = None,
+        if_read: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> str:
         """Return the conversation as one string, as transformers renders it. Raises UserError.
@@ -106,6 +107,7 @@ class ChatTemplate:
             chat_template: the name of the template, where the checkpoint has several.
             controls: added tokens that texts of these arguments may spell out, and whether each is a special one; the
                 result then holds marks, see `rendering.split_at_marks`.
+            if_read: variables that the template gets only if it reads them.
             **variables: what else the template reads, as `enable_thinking`.
         """
         sandbox = self._sandbox(self._name(chat_template, tools))
@@ -114,6 +116,7 @@ class ChatTemplate:
             "tools": tools,
             "documents": documents,
             "variables": variables,
+            "if_read": if_read or {},
             "reply": reply,
             "controls": controls or {},
         }

@@ -130,10 +130,12 @@ def _variables(request: Request, setup: Setup, environment: ImmutableSandboxedEn
     given = {name: request[name] for name in names if request[name] is not None} | dict(request["variables"])  # type: ignore[literal-required]
     texts: dict[str, Any] = {"messages": request["messages"], **dict.fromkeys(names), **given}
     controls, parts = request["controls"], any(isinstance(each.get("content"), list) for each in request["messages"])
-    if given or controls or parts:
+    if given or request["if_read"] or controls or parts:
         tree = environment.parse(setup["source"])
         own = {"messages", "add_generation_prompt", *setup["special_tokens"], *environment.globals}
-        _check_read(given, find_undeclared_variables(tree) - own)
+        read = find_undeclared_variables(tree) - own
+        _check_read(given, read)
+        texts |= {name: value for name, value in request["if_read"].items() if name in read}
         words = _words(tree)
         if not {"type", "text"} <= words:
             texts["messages"] = [_with_plain_content(message) for message in request["messages"]]

@@ -42,6 +42,8 @@ class Request(TypedDict):
     documents: Sequence[Any] | None
     variables: Mapping[str, Any]
     """Further variables of the template, by name."""
+    if_read: Mapping[str, Any]
+    """Variables that a template gets only if it reads them."""
     reply: bool
     """Whether the text ends where the assistant's reply begins."""
     controls: Mapping[str, bool]

@@ -33,7 +33,7 @@ from llama_npu2.serve.tools import ToolCall
 from llama_npu2.text.replies import Kind, Piece
 
 _MOST_MESSAGES, _MOST_PARTS = 4096, 1024
-_OF_TEMPLATES = {"messages", "reply", "controls", "chat_template", "tools", "documents"}
+_OF_TEMPLATES = {"messages", "reply", "controls", "if_read", "chat_template", "tools", "documents"}
 """What a template gets by other ways than variables."""
 
 _NAMES = {Kind.TEXT: "content", Kind.REASONING: "reasoning_content"}
