@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from llama_npu2.schema import Check
 from llama_npu2.serve.body import checked, read_json
-from llama_npu2.serve.events import EventStream, unless_gone
+from llama_npu2.serve.events import COMMENT, EventStream, unless_gone
 from llama_npu2.serve.fields import closed
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.models import Models
@@ -34,7 +34,7 @@ class Answer(Protocol):
         """Yield the answer as events, which say errors, too."""
 
 
-async def _answered(request: Request, answer: Answer) -> Response:
+async def _answered(request: Request, answer: Answer, heartbeat: bytes) -> Response:
     """Return the response. What goes wrong before the first event has a status. Raises RequestError, GoneError."""
     request.scope["noted"] = answer.replies.noted
     try:
@@ -46,7 +46,7 @@ async def _answered(request: Request, answer: Answer) -> Response:
     except BaseException:
         answer.replies.close()
         raise
-    return EventStream(answer.events(), answer.replies.close)
+    return EventStream(answer.events(), answer.replies.close, heartbeat)
 
 
 Fields = tuple[Mapping[str, Check], Mapping[str, Check]]
@@ -54,19 +54,20 @@ Fields = tuple[Mapping[str, Check], Mapping[str, Check]]
 
 
 def answering(
-    fields: Callable[[int], Fields], make: Callable[[Model, dict[str, Any]], Answer]
+    fields: Callable[[int], Fields], make: Callable[[Model, dict[str, Any]], Answer], heartbeat: bytes = COMMENT
 ) -> Callable[[Request], Awaitable[Response]]:
     """Return what answers the requests to one path.
 
     Args:
         fields: the checks of a request, for a model with so many tokens in its vocabulary.
         make: makes the answer to the fields of a request. Raises RequestError.
+        heartbeat: what a stream says whenever no event has come for a while.
     """
 
     async def answer(request: Request) -> Response:
         value = await read_json(request, request.app.most_bytes)
         model = of_request(request, value)
-        return await _answered(request, make(model, checked(value, closed(*fields(model.vocabulary)))))
+        return await _answered(request, make(model, checked(value, closed(*fields(model.vocabulary)))), heartbeat)
 
     return answer
 

@@ -36,12 +36,14 @@ class Turn:
     """How tokens are chosen. Its schema is that of the answer; where a call is forced, it has none."""
     tools: Tools
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template."""
+    """Variables of the chat template. It has to read them."""
     replies: int = 1
     """How many replies are asked for."""
     most_calls: int | None = None
     """What comes after so many calls of tools is left out of a reply."""
     names: FieldNames = FieldNames()
+    if_read: Mapping[str, Any] = field(default_factory=dict)
+    """Variables that the chat template gets only if it reads them."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Conversation:
     async def encode(model: Model, turn: Turn) -> list[int]:
         """Return the tokens of a turn's prompt. Raises RequestError."""
         variables = dict(turn.variables)
+        if turn.if_read:
+            variables["if_read"] = turn.if_read
         if turn.tools.given:
             variables["tools"] = turn.tools.given
         try:

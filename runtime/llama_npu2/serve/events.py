@@ -17,6 +17,8 @@ Result = TypeVar("Result")
 
 HEARTBEAT = 5.0
 """Seconds of silence after which a stream says that it is alive: prompts may take longer than clients wait."""
+COMMENT = b": ping\n\n"
+"""What a stream says then, if its API has no event for that: readers pass over it."""
 SLOWEST = 60.0
 """Seconds after which a reader that takes nothing is given up."""
 
@@ -40,14 +42,14 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _kept_alive(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield events, and a comment whenever none has come for a while."""
+async def _kept_alive(events: AsyncIterator[bytes], heartbeat: bytes) -> AsyncGenerator[bytes]:
+    """Yield events, and a heartbeat whenever none has come for a while."""
     coming: asyncio.Future[bytes] | None = None
     try:
         while True:
             coming = asyncio.ensure_future(anext(events))
             while not (await asyncio.wait({coming}, timeout=HEARTBEAT))[0]:
-                yield b": ping\n\n"
+                yield heartbeat
             try:
                 yield coming.result()
             except StopAsyncIteration:
@@ -59,14 +61,21 @@ async def _kept_alive(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
 
 
 class EventStream(Response):
-    """Events that a generator makes. `close` is called once nobody reads any more, however that comes."""
+    """Events that a generator makes."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None], heartbeat: bytes = COMMENT) -> None:
+        """Set it up.
+
+        Args:
+            events: makes them.
+            close: is called once nobody reads any more, however that comes.
+            heartbeat: what is sent whenever no event has come for a while.
+        """
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._close = events, close
+        self._events, self._close, self._heartbeat = events, close, heartbeat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -77,7 +86,7 @@ class EventStream(Response):
     async def _sent(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with aclosing(self._events), aclosing(_kept_alive(self._events)) as chunks:
+            async with aclosing(self._events), aclosing(_kept_alive(self._events, self._heartbeat)) as chunks:
                 async for chunk in chunks:
                     async with asyncio.timeout(SLOWEST):
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -86,6 +95,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def event(value: Any) -> bytes:
-    """Return a server-sent event with a JSON value."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+def event(value: Any, name: str = "") -> bytes:
+    """Return a server-sent event with a JSON value, and with a name if there is one."""
+    said = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {said}\n\n".encode()

@@ -30,5 +30,23 @@ class RequestError(Exception):
         return cls(400, str(error), error.name if isinstance(error, OptionError) else field)
 
 
+class TooLongError(RequestError):
+    """A prompt that leaves no room for a reply."""
+
+    def __init__(self, tokens: int | None, most: int, remedy: str, field: str) -> None:
+        """Set it up.
+
+        Args:
+            tokens: of the prompt; None if it has so much text that these were not counted.
+            most: what the context has room for, in tokens.
+            remedy: what to do.
+            field: the path of the field that has the prompt.
+        """
+        count = "more" if tokens is None else tokens
+        message = f"the prompt has {count} tokens, the context is {most}: {remedy}"
+        super().__init__(400, message, field, "context_length_exceeded")
+        self.tokens, self.most, self.remedy = tokens, most, remedy
+
+
 class GoneError(Exception):
     """The client has closed the connection: nobody waits for an answer."""

@@ -11,7 +11,10 @@ from llama_npu2.schema import Check, Invalid, inside, list_of, string
 
 MOST_DEPTH = 64
 """How deeply lists and objects of a request may lie in one another."""
-_MOST_STOPS, _LONGEST_STOP = 16, 256
+MOST_TOKENS = 1 << 30
+MOST_MESSAGES, MOST_PARTS = 4096, 1024
+"""Most messages of a request, and most parts that one may consist of."""
+MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_BIASES = 1024
 
 
@@ -102,12 +105,25 @@ def one_or_list(item: Check, least: int, most: int) -> Check:
     return check
 
 
-def _stop(value: Any) -> None:
+def json_object(value: Any) -> None:
+    """Check that a value is an object, with any content."""
+    if type(value) is not dict:
+        raise Invalid(value, "an object")
+
+
+def json_schema(value: Any) -> None:
+    """Check that a value may be a JSON schema."""
+    if type(value) not in (dict, bool):
+        raise Invalid(value, "a JSON schema: an object, true or false")
+
+
+def stop_text(value: Any) -> None:
+    """Check one stop string."""
     if type(value) is not str or not 0 < len(value) <= _LONGEST_STOP:
         raise Invalid(value, f"a text of 1 to {_LONGEST_STOP} characters")
 
 
-stop: Check = one_or_list(_stop, 0, _MOST_STOPS)
+stop: Check = one_or_list(stop_text, 0, MOST_STOPS)
 """Checks one stop string or several."""
 
 

@@ -16,7 +16,7 @@ from llama_npu2.engine.llama import Llama, Prompt
 from llama_npu2.engine.serving import Serving, Stream
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
-from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.failures import RequestError, TooLongError
 from llama_npu2.serve.tokens import Pieces
 
 _TEXT_THREADS = 2
@@ -120,13 +120,13 @@ class Model:
             **how: `raw` and `template` of it.
         """
         if _characters(prompt) > self._longest:
-            raise self._too_long("more", field)
+            raise self._too_long(None, field)
         try:
             ids = await self.in_thread(partial(self.llm.encode, prompt, **how))
         except UserError as error:
             raise RequestError.of(error, field) from None
         if len(ids) >= self.llm.context_length:
-            raise self._too_long(str(len(ids)), field)
+            raise self._too_long(len(ids), field)
         if not ids:
             raise RequestError(400, "the prompt has no tokens: give at least one", field)
         if bad := next((token for token in ids if not 0 <= token < self.vocabulary), None):
@@ -141,10 +141,8 @@ class Model:
             except UserError as error:
                 raise RequestError(400, str(error), field) from None
 
-    def _too_long(self, count: str, field: str) -> RequestError:
-        most = self.llm.context_length
-        message = f"the prompt has {count} tokens, the context is {most}: {self.llm.shorter}"
-        return RequestError(400, message, field, "context_length_exceeded")
+    def _too_long(self, tokens: int | None, field: str) -> TooLongError:
+        return TooLongError(tokens, self.llm.context_length, self.llm.shorter, field)
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
         """Return what a function returns that takes time."""

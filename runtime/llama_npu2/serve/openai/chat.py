@@ -15,12 +15,21 @@ from llama_npu2.serve.answers import Fields, answering
 from llama_npu2.serve.conversation import Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import by, closed, left_out, only, word
+from llama_npu2.serve.fields import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_TOKENS,
+    by,
+    closed,
+    json_schema,
+    left_out,
+    only,
+    word,
+)
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.openai import tools
 from llama_npu2.serve.openai.common import (
     LABELS,
-    MOST_TOKENS,
     STREAM,
     head,
     sampling,
@@ -32,7 +41,6 @@ from llama_npu2.serve.openai.common import (
 from llama_npu2.serve.tools import ToolCall
 from llama_npu2.text.replies import Kind, Piece
 
-_MOST_MESSAGES, _MOST_PARTS = 4096, 1024
 _OF_TEMPLATES = {"messages", "reply", "controls", "if_read", "chat_template", "tools", "documents"}
 """What a template gets by other ways than variables."""
 
@@ -47,12 +55,7 @@ _part = by(
 
 
 def _content(value: Any) -> None:
-    (list_of(_part, 1, _MOST_PARTS) if type(value) is list else string)(value)
-
-
-def _schema(value: Any) -> None:
-    if type(value) not in (dict, bool):
-        raise Invalid(value, "a JSON schema: an object, true or false")
+    (list_of(_part, 1, MOST_PARTS) if type(value) is list else string)(value)
 
 
 _format = by(
@@ -63,7 +66,7 @@ _format = by(
         "json_schema": closed(
             {
                 "type": string,
-                "json_schema": closed({"name": string}, {"schema": _schema, "strict": flag, "description": string}),
+                "json_schema": closed({"name": string}, {"schema": json_schema, "strict": flag, "description": string}),
             },
             {},
         ),
@@ -138,7 +141,7 @@ def fields(vocabulary: int) -> Fields:
         "prediction": left_out("predictions are not supported"),
         "web_search_options": left_out("there is no search"),
     }
-    return {"model": word, "messages": list_of(_message, 1, _MOST_MESSAGES)}, optional
+    return {"model": word, "messages": list_of(_message, 1, MOST_MESSAGES)}, optional
 
 
 def _wanted_schema(asked: Mapping[str, Any]) -> str:

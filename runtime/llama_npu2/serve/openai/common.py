@@ -18,7 +18,6 @@ from llama_npu2.serve.model import Model
 from llama_npu2.serve.replies import Usage
 
 MOST_N = 128
-MOST_TOKENS = 1 << 30
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 

@@ -12,12 +12,11 @@ from llama_npu2.schema import Check, Invalid, flag, list_of, string, whole
 from llama_npu2.serve.answers import Fields, answering
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import left_out, only, word
+from llama_npu2.serve.fields import MOST_TOKENS, left_out, only, word
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.openai.common import (
     LABELS,
     MOST_N,
-    MOST_TOKENS,
     STREAM,
     head,
     sampling,

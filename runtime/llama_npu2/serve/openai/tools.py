@@ -8,18 +8,12 @@ from typing import Any
 
 from llama_npu2.schema import Check, Invalid, flag, list_of, one_of, string, text
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import closed, left_out
+from llama_npu2.serve.fields import closed, json_object, left_out
 from llama_npu2.serve.tools import Choice, ToolCall, Tools
 
 MOST_TOOLS, MOST_CALLS = 128, 128
 
 tool_name = text(r"[A-Za-z0-9_.-]{1,64}", "a name of letters, digits, _, . and -")
-
-
-def json_object(value: Any) -> None:
-    """Check that a value is an object, with any content."""
-    if type(value) is not dict:
-        raise Invalid(value, "an object")
 
 
 _function_type = one_of("function")
