@@ -377,6 +377,11 @@ class Listening(Checked):
         64, "have at most this many replies under way; who asks for more is told to come again", "serve", least=1
     )
     body: int = option(4, "take bodies of requests up to this size", "serve", unit="MiB", least=1, most=1024)
+    keep_billing_header: bool = option(
+        False,
+        "leave the line x-anthropic-billing-header in prompts of Claude Code: it changes, so that no prompt is cached",
+        "serve",
+    )
     kv_memory: int = option(
         0,
         "take at most this much memory for the KV cache of all replies",

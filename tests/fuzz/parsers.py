@@ -635,6 +635,8 @@ _COMMANDS = ("run", "compile", "why", "gc", "pull")
 @contextlib.contextmanager
 def _request(scratch: Path) -> Iterator[Run]:
     """A body of a request, as far as it comes before the model: what passes makes options of a reply."""
+    from llama_npu2.serve.anthropic.fields import message_fields
+    from llama_npu2.serve.anthropic.messages import turn_of
     from llama_npu2.serve.body import checked, parsed
     from llama_npu2.serve.failures import RequestError
     from llama_npu2.serve.fields import closed
@@ -645,6 +647,11 @@ def _request(scratch: Path) -> Iterator[Run]:
     def run(name: str, content: bytes) -> None:
         api = completions if name.startswith("completion") else chat
         try:
+            if name.startswith("message"):
+                turn = turn_of(checked(parsed(content), closed(*message_fields(1000))), False)
+                json.loads(turn.tools.schema() or "null")
+                json.dumps([turn.messages, turn.if_read]).encode()
+                return
             asked = checked(parsed(content), closed(*api.fields(1000)))
             sampling(asked, 1, None)
             if api is chat:

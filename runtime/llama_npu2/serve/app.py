@@ -12,6 +12,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_npu2.serve import metrics, tokenize
+from llama_npu2.serve.anthropic import common as anthropic
+from llama_npu2.serve.anthropic import messages
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.gate import Door, Gate
 from llama_npu2.serve.models import Models
@@ -19,7 +21,10 @@ from llama_npu2.serve.openai import chat, completions
 from llama_npu2.serve.openai import common as openai
 from llama_npu2.serve.openai import models as openai_models
 
-_ERRORS: Mapping[str, Callable[[RequestError], dict[str, Any]]] = {"/": openai.error_of}
+_ERRORS: Mapping[str, Callable[[RequestError], dict[str, Any]]] = {
+    "/": openai.error_of,
+    messages.PATH: anthropic.error_of,
+}
 """What makes the body of an error, by the beginning of an API's paths; the longest beginning counts."""
 
 _LONGEST_MESSAGE = 500
@@ -29,12 +34,19 @@ _LONGEST_MESSAGE = 500
 class Application:
     """Finds what answers a path. Requests reach it as `request.app`."""
 
-    def __init__(self, models: Models, most_bytes: int) -> None:
-        """Args: `most_bytes` of a request's body."""
+    def __init__(self, models: Models, most_bytes: int, keeps_billing_header: bool = False) -> None:
+        """Set it up.
+
+        Args:
+            models: which answer.
+            most_bytes: of a request's body.
+            keeps_billing_header: as for `anthropic.messages.routes`.
+        """
         self.models, self.most_bytes = models, most_bytes
         routes = [Route("/health", health, methods=["GET"])]
         for api in (openai_models, chat, completions, tokenize, metrics):
             routes += api.ROUTES
+        routes += messages.routes(keeps_billing_header)
         self._router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -87,7 +87,7 @@ class Place:
     async def _serve(self, llm: Llama) -> None:
         options = self.options
         with llm.engine() as engine, closing(Model(llm, engine, options.queue)) as model:
-            application = Application(Models(model), options.body << 20)
+            application = Application(Models(model), options.body << 20, options.keep_billing_header)
             app = guarded(application, self.key, self.hosts, options.origin)
             server = _Server(_config(app), f"listening on http://{self.shown}:{self.port}/v1 ({llm.description})")
             # Uvicorn raises the signals that ended it once more when all is finished: then they have done their work.

@@ -1,7 +1,8 @@
-"""`GET /v1/models`."""
+"""`GET /v1/models`, whose answer is in the form of OpenAI's API and of Anthropic's."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -9,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.serve.model import Model
-from llama_npu2.serve.models import Models
 
 
 def _described(model: Model) -> dict[str, Any]:
@@ -19,13 +19,19 @@ def _described(model: Model) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "llama-npu2",
         "context_length": model.llm.context_length,
+        "type": "model",
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": model.llm.context_length,
     }
 
 
 async def list_models(request: Request) -> Response:
     """Answer `GET /v1/models`."""
-    models: Models = request.app.models
-    return JSONResponse({"object": "list", "data": [_described(model) for model in models]})
+    described = [_described(model) for model in request.app.models]
+    page = {"has_more": False, "first_id": described[0]["id"], "last_id": described[-1]["id"]}
+    return JSONResponse({"object": "list", "data": described, **page})
 
 
 async def show_model(request: Request) -> Response:

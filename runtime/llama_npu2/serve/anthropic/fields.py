@@ -1,0 +1,183 @@
+"""The fields of requests to Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llama_npu2.schema import Check, Invalid, flag, list_of, one_of, string, text, whole
+from llama_npu2.serve.answers import Fields
+from llama_npu2.serve.fields import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_STOPS,
+    MOST_TOKENS,
+    by,
+    closed,
+    json_object,
+    left_out,
+    number,
+    only,
+    stop_text,
+    word,
+)
+
+_MOST_TOOLS = 1024
+_MOST_EDITS = 16
+_NO_BLOCK = "images, documents and what belongs to tools of Anthropic's servers are not supported"
+_name = text(r"[A-Za-z0-9_.-]{1,128}", "a name of letters, digits, _, . and -")
+
+_CACHED: Mapping[str, Check] = {
+    "cache_control": closed({"type": one_of("ephemeral")}, {"ttl": one_of("5m", "1h"), "scope": string})
+}
+"""Where prompts are to be cached: the server caches all of them."""
+_CALLER: Mapping[str, Check] = {
+    "caller": closed({"type": one_of("direct")}, {}),
+    "toolset_name": left_out("there are no toolsets"),
+}
+_text = closed({"type": string, "text": string}, {**_CACHED, "citations": left_out("there are no citations")})
+_texts = by("type", {"text": _text}, _NO_BLOCK)
+
+
+def _content(block: Check, least: int) -> Check:
+    """Return a check for a text, or for a list of at least so many blocks."""
+    blocks = list_of(block, least, MOST_PARTS)
+    return lambda value: (blocks if type(value) is list else string)(value)
+
+
+_result = closed(
+    {"type": string, "tool_use_id": string},
+    {**_CACHED, "content": _content(_texts, 0), "is_error": flag, "toolset_name": left_out("there are no toolsets")},
+)
+_call = closed({"type": string, "id": string, "name": _name, "input": json_object}, {**_CACHED, **_CALLER})
+_thought = closed({"type": string, "thinking": string}, {"signature": string})
+_hidden_thought = closed({"type": string, "data": string}, {})
+
+
+def _said(blocks: Mapping[str, Check], least: int) -> Check:
+    return closed({"role": string, "content": _content(by("type", blocks, _NO_BLOCK), least)}, {})
+
+
+_message = by(
+    "role",
+    {
+        "user": _said({"text": _text, "tool_result": _result}, 1),
+        "assistant": _said(
+            {"text": _text, "thinking": _thought, "redacted_thinking": _hidden_thought, "tool_use": _call}, 0
+        ),
+        "system": _said({"text": _text}, 1),
+    },
+    "other roles are not supported",
+)
+
+_custom_tool = closed(
+    {"name": _name, "input_schema": json_object},
+    {
+        **_CACHED,
+        "type": only("custom", "tools that have no input_schema are not supported"),
+        "description": string,
+        "strict": flag,
+        "input_examples": list_of(json_object),
+        "eager_input_streaming": flag,
+        "defer_loading": only(False, "the prompt has all tools"),
+        "allowed_callers": only(["direct"], "the model alone calls tools"),
+    },
+)
+
+
+def _tool(value: Any) -> None:
+    if type(value) is dict and type(value.get("type")) is str:
+        # Tools of Anthropic have other fields: the first thing to say of them is that they are not supported.
+        value = {"type": value["type"], **value}
+    _custom_tool(value)
+
+
+_PARALLEL: Mapping[str, Check] = {"disable_parallel_tool_use": flag}
+_choice = by(
+    "type",
+    {
+        "auto": closed({"type": string}, _PARALLEL),
+        "any": closed({"type": string}, _PARALLEL),
+        "tool": closed({"type": string, "name": _name}, _PARALLEL),
+        "none": closed({"type": string}, {}),
+    },
+    "there are no other choices",
+)
+
+_DISPLAY: Mapping[str, Check] = {"display": one_of("summarized", "omitted")}
+_thinking = by(
+    "type",
+    {
+        "enabled": closed({"type": string, "budget_tokens": whole(1, MOST_TOKENS)}, _DISPLAY),
+        "adaptive": closed({"type": string}, _DISPLAY),
+        "disabled": closed({"type": string}, {}),
+    },
+    "models think before their answer, or not at all",
+)
+_format = by(
+    "type", {"json_schema": closed({"type": string, "schema": json_object}, {})}, "other formats are not supported"
+)
+
+
+def _all(value: Any) -> None:
+    if value not in ("all", {"type": "all"}):
+        raise Invalid(value, '"all": thinking is kept or left out as the chat template does it')
+
+
+_edit = by(
+    "type",
+    {"clear_thinking_20251015": closed({"type": string, "keep": _all}, {})},
+    "conversations are not edited",
+)
+
+_OF_PROMPT: Mapping[str, Check] = {
+    **_CACHED,
+    "system": _content(_texts, 0),
+    "tools": list_of(_tool, 0, _MOST_TOOLS),
+    "tool_choice": _choice,
+    "thinking": _thinking,
+    "output_config": closed(
+        {},
+        {
+            "effort": one_of("low", "medium", "high", "xhigh", "max"),
+            "format": _format,
+            "task_budget": left_out("there are no budgets"),
+        },
+    ),
+    "output_format": _format,
+    "context_management": closed({}, {"edits": list_of(_edit, 0, _MOST_EDITS)}),
+    "mcp_servers": only([], "the server asks no other servers"),
+    "speed": only("standard", "there is one speed"),
+    "user_profile_id": string,
+    "workspace_id": string,
+}
+
+
+def message_fields(_: int) -> Fields:
+    """Return the checks of a request for a message."""
+    required: Mapping[str, Check] = {**_REQUIRED, "max_tokens": whole(0, MOST_TOKENS)}
+    return required, {**_OF_PROMPT, **_OF_REPLY}
+
+
+def count_fields(vocabulary: int) -> Fields:
+    """Return the checks of a request for a count of tokens: that for a message, which has no reply here."""
+    required, optional = message_fields(vocabulary)
+    return _REQUIRED, {**required, **optional}
+
+
+_REQUIRED: Mapping[str, Check] = {"model": word, "messages": list_of(_message, 1, MOST_MESSAGES)}
+_OF_REPLY: Mapping[str, Check] = {
+    "stream": flag,
+    "temperature": number(0, 2),
+    "top_p": number(0, 1),
+    "top_k": whole(0, 1 << 30),
+    "stop_sequences": list_of(stop_text, 0, MOST_STOPS),
+    "metadata": closed({}, {"user_id": string}),
+    "service_tier": one_of("auto", "standard_only"),
+    "inference_geo": string,
+    "container": left_out("there are no containers"),
+    "diagnostics": left_out("misses of the cache are not explained"),
+    "compaction": left_out("conversations are not summarised"),
+    "fallbacks": left_out("the model that is named answers"),
+    "thread": left_out("nothing is stored"),
+}

@@ -1,0 +1,427 @@
+"""Anthropic's API: what its own client gets, and how each field changes that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import anthropic
+import pydantic
+import pytest
+
+from llama_npu2 import Llama, load
+from llama_npu2.serve.anthropic import fields
+from llama_npu2.serve.anthropic.messages import COUNT_PATH, PATH
+from llama_npu2.serve.anthropic.prompts import messages_of
+from tests.conftest import ROOT
+from tests.support.serving import HASTY, Server, serving
+
+ASK = [{"role": "user", "content": "The capital of France is"}]
+LONG: list[Any] = [{"role": "user", "content": "Once upon a time"}]
+"""Asks for more than one sentence."""
+HEADER = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch={};"
+
+
+@pytest.fixture(scope="module")
+def llm(demo: Path) -> Iterator[Llama]:
+    model = load(demo)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def server(demo: Path) -> Iterator[Server]:
+    with serving(demo) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": ASK, "max_tokens": 50, "temperature": 0, **more}
+
+
+def by_client(**more: Any) -> dict[str, Any]:
+    """The same for the client, which has no names for how tokens are chosen."""
+    given = asked(**more)
+    extra = {name: given.pop(name) for name in ("temperature", "top_p", "top_k") if name in given}
+    return {**given, "extra_body": extra}
+
+
+def text_of(message: anthropic.types.Message) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def events_of(content: bytes) -> list[dict[str, Any]]:
+    """The events of a stream. Each says its name twice."""
+    found = []
+    for each in content.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = each.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+# The API, by its own client
+
+
+def test_a_message_is_what_the_model_says_alone(client: anthropic.Anthropic, llm: Llama) -> None:
+    (alone,) = llm.complete(ASK, max_tokens=50)
+    made = client.messages.create(**by_client())
+    assert [block.to_dict() for block in made.content] == [{"type": "text", "text": alone.text}]
+    assert (made.type, made.role, made.model) == ("message", "assistant", "demo")
+    assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
+    assert made.usage.output_tokens == len(alone.tokens)
+    again = client.beta.messages.create(**by_client(), betas=["prompt-caching-scope-2026-01-05"])
+    assert again.id != made.id and again._request_id != made._request_id
+    assert str(again._request_id).startswith("req_")
+    total = len(llm.encode(ASK))
+    assert (again.usage.cache_read_input_tokens, again.usage.input_tokens) == (total - 1, 1)
+    assert made.usage.cache_creation_input_tokens == 0
+    type(made).model_validate(made.to_dict())
+
+
+def test_a_stream_adds_up_to_the_whole(client: anthropic.Anthropic, server: Server) -> None:
+    whole = client.messages.create(**by_client(messages=LONG))
+    whole = client.messages.create(**by_client(messages=LONG))  # as much of it is cached as of those that follow
+    with client.messages.stream(**by_client(messages=LONG)) as stream:
+        pieces = [*stream.text_stream]
+        final = stream.get_final_message()
+        assert stream.response.headers["request-id"]
+    assert len(pieces) > 9 and "".join(pieces) == text_of(whole) == text_of(final)
+    assert final.stop_reason == whole.stop_reason and final.usage.output_tokens == whole.usage.output_tokens
+    assert final.usage.cache_read_input_tokens == whole.usage.cache_read_input_tokens
+    assert final.usage.input_tokens == whole.usage.input_tokens
+    events = events_of(server.ask(f"{PATH}?beta=true", asked(messages=LONG, stream=True)).content)
+    kinds = [each["type"] for each in events]
+    assert kinds[:3] == ["message_start", "content_block_start", "content_block_delta"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    started = events[0]["message"]["usage"]
+    assert started["input_tokens"] + started["cache_read_input_tokens"] == sum(
+        getattr(whole.usage, name) for name in ("input_tokens", "cache_read_input_tokens")
+    )
+
+
+def test_asyncio_clients(server: Server, llm: Llama) -> None:
+    async def main() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client:
+            replies = (client.messages.create(**by_client()) for _ in range(4))
+            return [text_of(made) for made in await asyncio.gather(*replies)]
+
+    assert asyncio.run(main()) == [llm.generate(ASK, max_tokens=50).text] * 4
+
+
+def test_where_a_reply_ends(client: anthropic.Anthropic, llm: Llama, server: Server) -> None:
+    whole = llm.generate(LONG, max_tokens=50).text
+    stop = whole[20:24]
+    made = client.messages.create(**by_client(messages=LONG, stop_sequences=["never", stop]))
+    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", stop)
+    assert text_of(made) == whole[: whole.index(stop)]
+    ended = events_of(server.ask(PATH, asked(messages=LONG, stop_sequences=[stop], stream=True)).content)[-2]
+    assert ended["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    short = client.messages.create(**by_client(messages=LONG, max_tokens=3))
+    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 3)
+    times = 512
+    while len(llm.encode(filling := [{"role": "user", "content": "Once upon a time " * times}])) > 2040:
+        times -= 1
+    full = client.messages.create(**by_client(messages=filling, max_tokens=500))
+    assert full.stop_reason == "model_context_window_exceeded" and full.usage.output_tokens < 100
+
+
+def test_how_tokens_are_chosen(server: Server, llm: Llama) -> None:
+    odd = [{"role": "user", "content": "Blue 7 zebra of why, or 42 qux?"}]
+
+    def said(**settings: Any) -> str:
+        body = {"model": "demo", "messages": odd, "max_tokens": 20, **settings}
+        return str(server.ask(PATH, body).json["content"][0]["text"])
+
+    greedy = llm.generate(odd, max_tokens=20).text
+    assert said(top_k=1) == said(top_p=0) == said(temperature=0) == greedy
+    assert len({said() for _ in range(6)}) > 1, "the temperature is 1 unless it is given"
+
+
+def test_a_prompt_can_be_cached_without_a_reply(client: anthropic.Anthropic, llm: Llama) -> None:
+    said = [{"role": "user", "content": "An old town has a castle and a market."}]
+    warm = client.messages.create(**by_client(messages=said, max_tokens=0))
+    assert (warm.content, warm.stop_reason, warm.usage.output_tokens) == ([], "max_tokens", 0)
+    made = client.messages.create(**by_client(messages=said, max_tokens=5))
+    assert made.usage.cache_read_input_tokens == len(llm.encode(said)) - 1
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "Rome"]
+    size: Literal["small", "large"]
+
+
+def test_replies_in_a_schema(client: anthropic.Anthropic, llm: Llama) -> None:
+    made = client.messages.parse(**by_client(max_tokens=200), output_format=City)
+    assert made.stop_reason == "end_turn" and isinstance(made.parsed_output, City)
+    with client.messages.stream(**by_client(max_tokens=200), output_format=City) as stream:
+        assert stream.get_final_message().parsed_output == made.parsed_output
+    schema = {"enum": [["yes"], ["no"]]}
+    alone = llm.generate(ASK, schema=schema).text
+    form = {"type": "json_schema", "schema": schema}
+    assert text_of(client.messages.create(**by_client(output_config={"format": form}))) == alone
+    older = {"extra_body": {"output_format": form, "temperature": 0}}
+    assert text_of(client.messages.create(**by_client() | older)) == alone
+
+
+def test_the_list_of_models(client: anthropic.Anthropic, llm: Llama) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.max_input_tokens) == ("demo", "model", llm.context_length)
+    assert type(model).model_validate(model.to_dict()) == client.models.retrieve("demo")
+
+
+# Prompts
+
+
+def test_prompts_are_what_the_chat_template_takes() -> None:
+    text = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}}
+    hidden = {"type": "redacted_thinking", "data": "zzz"}
+    request = {
+        "system": [{"type": "text", "text": "s"}, text],
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "user", "content": [text, {"type": "text", "text": "c"}]},
+            {"role": "system", "content": [text]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "s"}, hidden, text]},
+            {"role": "assistant", "content": [call, call | {"id": "y", "name": "g", "input": {}}]},
+            {
+                "role": "user",
+                "content": [
+                    text,
+                    {"type": "tool_result", "tool_use_id": "y", "content": "1", "is_error": True},
+                    {"type": "tool_result", "tool_use_id": "x", "content": [text, text]},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "is_error": True}]},
+            {"role": "assistant", "content": []},
+        ],
+    }
+    calls = [
+        {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
+        {"id": "y", "type": "function", "function": {"name": "g", "arguments": {}}},
+    ]
+    assert messages_of(request, False) == [
+        {"role": "system", "content": "s\nb"},
+        {"role": "user", "content": "a\nb\nc\n<system-reminder>\nb\n</system-reminder>"},
+        {"role": "assistant", "content": "b", "reasoning_content": "t", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "y", "name": "g", "content": "Error: 1"},
+        {"role": "tool", "tool_call_id": "x", "name": "f", "content": "b\nb"},
+        {"role": "user", "content": "b"},
+        {"role": "tool", "tool_call_id": "x", "name": "f", "content": "Error: "},
+        {"role": "assistant", "content": ""},
+    ]
+    first = {"messages": [{"role": "system", "content": "b"}, *ASK], "system": "a"}
+    assert messages_of(first, False) == [{"role": "system", "content": "a\nb"}, *ASK]
+
+
+def test_tokens_are_counted_as_they_are_used(client: anthropic.Anthropic, llm: Llama) -> None:
+    said: Any = {
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [*ASK, {"role": "assistant", "content": "Paris."}, *ASK],
+    }
+    counted = client.messages.count_tokens(model="demo", **said).input_tokens
+    plain = [{"role": "system", "content": "Be brief."}, *said["messages"]]
+    assert counted == client.beta.messages.count_tokens(model="demo", **said).input_tokens == len(llm.encode(plain))
+    used = client.messages.create(**by_client(**said)).usage
+    assert used.input_tokens + (used.cache_read_input_tokens or 0) == counted
+    long: Any = [{"role": "user", "content": "word " * 3000}]
+    assert client.messages.count_tokens(model="demo", messages=long).input_tokens == len(llm.encode(long)) > 2048
+
+
+STORY = "There was a king who had a castle, a horse and three daughters, and each of them had a garden. " * 8
+
+
+def test_the_billing_line_is_no_part_of_the_prompt(client: anthropic.Anthropic, llm: Llama, demo: Path) -> None:
+    def said(turn: int, client: anthropic.Anthropic) -> anthropic.types.Usage:
+        system: Any = [{"type": "text", "text": HEADER.format(turn, f"{turn:05x}")}, {"type": "text", "text": STORY}]
+        return client.messages.create(**by_client(system=system, max_tokens=2)).usage
+
+    def share(used: anthropic.types.Usage) -> float:
+        return (used.cache_read_input_tokens or 0) / (used.input_tokens + (used.cache_read_input_tokens or 0))
+
+    said(1, client)
+    assert share(said(2, client)) >= 0.95
+    inline = f"{HEADER.format(3, 'fffff')}\n{STORY}"
+    assert share(client.messages.create(**by_client(system=inline, max_tokens=2)).usage) >= 0.95
+    plain = [{"role": "system", "content": STORY}, *ASK]
+    counted = client.messages.count_tokens(model="demo", system=inline, messages=ASK).input_tokens  # type: ignore[arg-type]
+    assert counted == len(llm.encode(plain))
+    quoted = f"{STORY}\n{HEADER.format(3, 'x')}"
+    assert messages_of({"system": quoted, "messages": ASK}, False)[0]["content"] == quoted
+    assert messages_of({"system": HEADER, "messages": ASK}, False) == ASK
+    with serving(demo, "--keep-billing-header") as running:
+        keeping = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
+        said(1, keeping)
+        assert share(said(2, keeping)) < 0.5
+        assert keeping.messages.count_tokens(model="demo", system=inline, messages=ASK).input_tokens > counted  # type: ignore[arg-type]
+
+
+# What is refused
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*blocks]}]}
+
+
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "1"}
+THOUGHT = {"type": "thinking", "thinking": "so"}
+JSON = {"type": "json_schema", "schema": {"type": "object"}}
+
+REFUSED: list[tuple[Any, str]] = [
+    ([], "it = [] must be an object"),
+    ({}, "an object with model"),
+    ({"model": "demo", "messages": ASK}, "with max_tokens"),
+    (asked(model=7), "model = 7"),
+    (asked(messages=[]), "messages = [] must be a list of 1"),
+    (asked(messages="hi"), "messages"),
+    (asked(messages=[{"role": "wizard", "content": "x"}]), "other roles"),
+    (asked(messages=[{"role": "user", "content": "x", "name": "y"}]), "messages[0].name"),
+    (asked(**user()), "messages[0].content"),
+    (asked(**user({"type": "image", "source": {}})), "messages[0].content[0].type"),
+    (asked(**user({"type": "document", "source": {}})), "documents"),
+    (asked(**user({"type": "text"})), "with text"),
+    (asked(**user({"type": "text", "text": "x", "citations": []})), "no citations"),
+    (asked(**user({"type": "text", "text": "x", "cache_control": {"type": "forever"}})), "cache_control.type"),
+    (asked(**user({"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "2h"}})), "ttl"),
+    (asked(**user(THOUGHT)), "one of text, tool_result"),
+    (asked(**user(RESULT)), "messages[0].content[0].tool_use_id: no message before has a call"),
+    (asked(**user(RESULT | {"content": [{"type": "image"}]})), "messages[0].content[0].content[0].type"),
+    (asked(**user(RESULT | {"is_error": "yes"})), "is_error"),
+    (asked(messages=[*ASK, {"role": "assistant", "content": [RESULT]}, *ASK]), "messages[1].content[0].type"),
+    (asked(messages=[*ASK, {"role": "assistant", "content": "The best is ("}]), "messages[1].role"),
+    (asked(messages=[{"role": "user", "content": "word " * 3000}]), " tokens > 2048 maximum"),
+    (asked(messages=[{"role": "user", "content": "x" * 10**6}]), "prompt is too long: it has more than 2048"),
+    (asked(system=[{"type": "image"}]), "system[0].type"),
+    (asked(system=7), "system"),
+    (asked(max_tokens=-1), "max_tokens"),
+    (asked(max_tokens=True), "max_tokens"),
+    (asked(temperature=2.5), "temperature"),
+    (asked(top_p=2), "top_p"),
+    (asked(top_k=-1), "top_k"),
+    (asked(temprature=1), "did you mean temperature?"),
+    (asked(stop_sequences="x"), "stop_sequences"),
+    (asked(stop_sequences=[""]), "stop_sequences[0]"),
+    (asked(stop_sequences=["x"] * 17), "a list of 0 to 16"),
+    (asked(metadata={"user": "x"}), "metadata.user"),
+    (asked(service_tier="batch"), "service_tier"),
+    (asked(thinking={"type": "enabled"}), "with budget_tokens"),
+    (asked(thinking={"type": "between_tools"}), "thinking.type"),
+    (asked(thinking={"type": "adaptive", "display": "all"}), "thinking.display"),
+    (asked(tools=[TOOL, TOOL]), "the same name"),
+    (asked(tools=[{"name": "f"}]), "with input_schema"),
+    (asked(tools=[TOOL]), "reads no variable tools"),
+    (asked(tools=[{"name": "web_search", "max_uses": 3, "type": "web_search_20250305"}]), "tools[0].type"),
+    (asked(tools=[TOOL | {"name": "a b"}]), "tools[0].name"),
+    (asked(tools=[TOOL | {"defer_loading": True}]), "the prompt has all tools"),
+    (asked(tools=[TOOL | {"strict": True}]), "tools[0].strict"),
+    (asked(tool_choice="auto"), "tool_choice"),
+    (asked(tool_choice={"type": "any"}), "there are no tools"),
+    (asked(tools=[TOOL], tool_choice={"type": "tool", "name": "g"}), "tool_choice.name: there is no tool g"),
+    (asked(tools=[TOOL], tool_choice={"type": "any"}, output_config={"format": JSON}), "forces a call"),
+    (asked(output_format=JSON, output_config={"format": JSON}), "output_format"),
+    (asked(output_format={"type": "json_object"}), "other formats"),
+    (asked(output_config={"format": JSON | {"schema": {"type": "objekt"}}}), "output_config.format"),
+    (asked(output_config={"effort": "huge"}), "output_config.effort"),
+    (asked(output_config={"task_budget": {}}), "no budgets"),
+    (asked(context_management={"edits": [{"type": "clear_tool_uses_20250919"}]}), "not edited"),
+    (asked(context_management={"edits": [{"type": "clear_thinking_20251015", "keep": 1}]}), "keep"),
+    (asked(mcp_servers=[{}]), "mcp_servers"),
+    (asked(speed="fast"), "one speed"),
+    (asked(container="x"), "no containers"),
+    (asked(diagnostics={}), "diagnostics"),
+    (b"{", "not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED)
+def test_refusals(server: Server, body: Any, message: str) -> None:
+    found = server.ask(PATH, body)
+    refused = found.json
+    assert found.status == 400 and refused["type"] == "error" and refused["error"]["type"] == "invalid_request_error"
+    said = refused["error"]["message"]
+    assert message in said and len(said) < 700 and "\n" not in said
+    assert refused["request_id"] == found.headers["request-id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_raises_what_anthropic_raises(client: anthropic.Anthropic, stream: bool) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="there is no model claude-x") as raised:
+        client.messages.create(**by_client(model="claude-x", stream=stream))
+    assert raised.value.type == "not_found_error" and str(raised.value.request_id).startswith("req_")
+    with pytest.raises(anthropic.BadRequestError, match="top_k"):
+        client.messages.create(**by_client(top_k=-1, stream=stream))
+    with pytest.raises(anthropic.NotFoundError, match="no such path"):
+        client.messages.batches.list()
+
+
+@pytest.fixture(scope="module")
+def strict(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A hasty server with a key and room for one reply."""
+    key = tmp_path_factory.mktemp("key") / "key"
+    key.write_text("s3cret\n")
+    with serving(demo, f"--api-key-file={key}", "--queue=1", "--body=1", before=HASTY) as running:
+        yield running
+
+
+def test_errors_have_their_types_wherever_they_arise(strict: Server) -> None:
+    key = {"X_Api_Key": "s3cret"}
+    for path in (PATH, COUNT_PATH):
+        for headers, body, status, kind in (
+            ({}, asked(), 401, "authentication_error"),
+            ({"Authorization": "Bearer x"}, asked(), 401, "authentication_error"),
+            (key | {"Origin": "http://evil.example"}, asked(), 403, "permission_error"),
+            (key, asked(model="x"), 404, "not_found_error"),
+            (key, None, 405, "invalid_request_error"),
+            (key, b'{"model": "' + b"x" * (1 << 20) + b'"}', 413, "request_too_large"),
+            (key | {"Content_Type": "text/plain"}, asked(), 415, "invalid_request_error"),
+        ):
+            found = strict.ask(path, body, **headers)
+            assert (found.status, found.json["error"]["type"]) == (status, kind), found.json
+            assert found.json["type"] == "error" and found.json["request_id"] == found.headers["request-id"]
+    for headers in (key, {"Authorization": "Bearer s3cret"}):
+        assert strict.ask(PATH, asked(max_tokens=1), Anthropic_Version="2023-06-01", **headers).status == 200
+
+
+def test_who_comes_when_all_is_taken_is_told_to_come_again(strict: Server) -> None:
+    client = anthropic.Anthropic(base_url=strict.url, api_key="s3cret", max_retries=0)
+    with client.messages.create(**by_client(messages=[{"role": "user", "content": "of " * 500}], stream=True)) as held:
+        next(iter(held))
+        with pytest.raises(anthropic.RateLimitError) as raised:
+            client.messages.create(**by_client())
+        assert raised.value.type == "rate_limit_error" and raised.value.response.headers["retry-after"] == "1"
+        assert client.messages.count_tokens(model="demo", messages=ASK).input_tokens  # type: ignore[arg-type]
+
+
+def test_a_stream_pings_while_a_prompt_is_processed(strict: Server) -> None:
+    body = json.dumps(asked(messages=[{"role": "user", "content": "of " * 1900}], max_tokens=2, stream=True)).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: s3cret\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        found = b""
+        while b"event: message_stop" not in found:
+            found += connection.recv(1 << 16)
+    begun, ping, rest = found.partition(b'event: ping\ndata: {"type":"ping"}\n\n')
+    assert ping and b"message_start" in begun and b"content_block" not in begun and b"content_block" in rest
+
+
+# Beside requests
+
+
+def test_the_reference_has_every_field() -> None:
+    page = (ROOT / "docs/reference/http.md").read_text()
+    for path in (PATH, COUNT_PATH):
+        assert f"`{path}`" in page
+    of_api = page.partition(f"## `{PATH}`")[2]
+    for name in (name for each in fields.count_fields(1) for name in each):
+        assert f"`{name}`" in of_api, name
