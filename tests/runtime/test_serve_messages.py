@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
+import jsonschema
 import pydantic
 import pytest
 
 from llama_npu2 import Llama, load
 from llama_npu2.serve.anthropic import fields
-from llama_npu2.serve.anthropic.messages import COUNT_PATH, PATH
-from llama_npu2.serve.anthropic.prompts import messages_of
-from tests.conftest import ROOT
+from llama_npu2.serve.anthropic.messages import COUNT_PATH, PATH, shows
+from llama_npu2.serve.anthropic.prompts import messages_of, variables_of
+from llama_npu2.text.replies import Kind, Piece
+from tests.conftest import ROOT, build
+from tests.support.caller import ANSWER, ARGUMENTS, THOUGHT, write_caller
 from tests.support.serving import HASTY, Server, serving
 
 ASK = [{"role": "user", "content": "The capital of France is"}]
@@ -264,6 +267,141 @@ def test_the_billing_line_is_no_part_of_the_prompt(client: anthropic.Anthropic, 
         said(1, keeping)
         assert share(said(2, keeping)) < 0.5
         assert keeping.messages.count_tokens(model="demo", system=inline, messages=ASK).input_tokens > counted  # type: ignore[arg-type]
+
+
+# A model that calls a tool, and thinks where it is told to
+
+
+@pytest.fixture(scope="module")
+def calling(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    checkpoint = tmp_path_factory.mktemp("caller") / "caller"
+    write_caller(checkpoint)
+    with serving(build(checkpoint, artifacts)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def caller(calling: Server) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0, timeout=60)
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "get_weather", "description": "Weather.", "input_schema": CITY, "input_examples": [ARGUMENTS]}
+CLOCK = {
+    "type": "custom",
+    "name": "clock",
+    "input_schema": {"properties": {"zone": {"const": "UTC"}}, "additionalProperties": False},
+}
+WEATHER_ASKED = {"role": "user", "content": "How is the weather in Paris?"}
+
+
+def of_caller(*messages: Any, **more: Any) -> dict[str, Any]:
+    given = {"max_tokens": 60, **more}
+    return by_client(model="caller", messages=[WEATHER_ASKED, *messages], **given)
+
+
+def answered(call_id: str, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": "sunny", **more}]}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_conversation_with_a_tool(caller: anthropic.Anthropic, streamed: bool) -> None:
+    def said(*messages: Any) -> anthropic.types.Message:
+        asked = of_caller(*messages, tools=[WEATHER, CLOCK])
+        if not streamed:
+            return caller.messages.create(**asked)
+        with caller.messages.stream(**asked) as stream:
+            return stream.get_final_message()
+
+    made = said()
+    (call,) = made.content
+    assert made.stop_reason == "tool_use" and call.type == "tool_use"
+    assert (call.name, call.input) == ("get_weather", ARGUMENTS)
+    told = said(made.to_param(), answered(call.id))
+    assert (text_of(told), told.stop_reason) == (ANSWER, "end_turn")
+    assert told.usage.cache_read_input_tokens
+
+
+def test_calls_can_be_forced_and_forbidden(caller: anthropic.Anthropic) -> None:
+    none = caller.messages.create(**of_caller(tools=[WEATHER], tool_choice={"type": "none"}))
+    assert text_of(none) == ANSWER
+    schemas: Any = {tool["name"]: tool["input_schema"] for tool in (WEATHER, CLOCK)}
+    for choice, names in (
+        ({"type": "any"}, {*schemas}),
+        ({"type": "any", "disable_parallel_tool_use": True}, {*schemas}),
+        ({"type": "tool", "name": "clock"}, {"clock"}),
+    ):
+        tools = [WEATHER, CLOCK | {"strict": True}]
+        for _ in range(3):
+            made = caller.messages.create(
+                **of_caller(tools=tools, tool_choice=choice, max_tokens=300, temperature=1),
+            )
+            (call,) = made.content
+            assert call.type == "tool_use" and call.name in names and made.stop_reason == "tool_use"
+            jsonschema.validate(call.input, schemas[call.name])
+    cut = caller.messages.create(**of_caller(tools=[WEATHER], tool_choice={"type": "any"}, max_tokens=4))
+    assert cut.stop_reason == "max_tokens" and not any(block.type == "tool_use" for block in cut.content)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("thinking", "kinds", "thought"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, ["thinking", "tool_use"], THOUGHT),
+        ({"type": "adaptive"}, ["thinking", "tool_use"], THOUGHT),
+        ({"type": "adaptive", "display": "omitted"}, ["thinking", "tool_use"], ""),
+        ({"type": "disabled"}, ["tool_use"], None),
+        (None, ["tool_use"], None),
+    ],
+)
+def test_thinking(caller: anthropic.Anthropic, streamed: bool, thinking: Any, kinds: list[str], thought: Any) -> None:
+    asked = of_caller(tools=[WEATHER], **({"thinking": thinking} if thinking else {}))
+    with caller.messages.stream(**asked) as stream:
+        events = [*stream]
+        made = stream.get_final_message()
+    if not streamed:
+        made = caller.messages.create(**asked)
+    elif thought:
+        assert [each.thinking for each in events if each.type == "thinking"] == [thought]
+        assert [each.signature for each in events if each.type == "signature"]
+    assert [block.type for block in made.content] == kinds
+    for block in made.content:
+        if block.type == "thinking":
+            assert block.thinking == thought and block.signature
+    (call,) = (block for block in made.content if block.type == "tool_use")
+    # What comes back is in the prompt.
+    told = caller.messages.create(**of_caller(made.to_param(), answered(call.id), tools=[WEATHER]))
+    without = {"role": "assistant", "content": [block for block in made.content if block.type != "thinking"]}
+    bare = caller.messages.create(**of_caller(without, answered(call.id), tools=[WEATHER]))
+    assert text_of(told) == text_of(bare) == ANSWER
+    grown = tokens_of(told.usage) - tokens_of(bare.usage)
+    assert grown == (3 if thought else 0), "the thought is one token between two marks"
+
+
+def tokens_of(usage: anthropic.types.Usage) -> int:
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_a_model_that_thinks_whatever_it_is_told(llm: Llama) -> None:
+    """Its thoughts are left out where they are not wanted."""
+    text, thought = Piece(Kind.TEXT, "a"), Piece(Kind.REASONING, "b")
+    for thinking, shown in (({"type": "disabled"}, [text]), ({}, [thought, text])):
+        assert [part for part in (thought, text) if shows(part, thinking)] == shown
+
+
+def test_variables_of_templates() -> None:
+    for asked, given in (
+        ({}, {}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "high"}),
+    ):
+        assert variables_of(asked) == given
 
 
 # What is refused

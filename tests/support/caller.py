@@ -1,5 +1,7 @@
 """A checkpoint whose weights are constructed: it calls a tool if there is one, and says what came of it.
 
+Where its template begins a thought, it thinks first.
+
 The embedding of a token is a dimension of its own. The LM head is a table of the token that follows each one. The one
 attention head looks for the results of tools, and if there are none, for tools. What it finds is a dimension, too, and
 decides what follows the beginning of a reply.
@@ -24,12 +26,14 @@ CALL = ['{"name": "get_weather", "arguments": {"city": "Paris", ', '"unit": "°C
 ANSWER = "It is sunny in Paris."
 TOOLS, RESULT, REPLY, END = "<|tools|>", "<|tool|>", "<|assistant|>", "<|end|>"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, THOUGHT, THOUGHT_OUT = "<think>", "So I look at the sky.", "</think>"
 TEMPLATE = """
 {%- if tools %}<|tools|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}{{ '<|tool|>' ~ message.name ~ ': ' }}
     {%- elif message.role == 'assistant' %}{{ '<|assistant|>' }}
     {%- else %}{{ '<|' ~ message.role ~ '|>' }}{% endif %}
+    {%- if message.reasoning_content %}{{ '<think>' ~ message.reasoning_content ~ '</think>' }}{% endif %}
     {{- message.content }}
     {%- for call in message.tool_calls or [] %}
         {{- '<tool_call>{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments | tojson }}
@@ -37,7 +41,7 @@ TEMPLATE = """
     {%- endfor %}
     {{- '<|end|>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"""
 
 
 def write_caller(directory: Path) -> None:
@@ -47,7 +51,7 @@ def write_caller(directory: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={char: at for at, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(text) for text in (OPEN, CLOSE, *CALL, ANSWER)])
+    tokenizer.add_tokens([AddedToken(text) for text in (OPEN, CLOSE, *CALL, ANSWER, THINK, THOUGHT, THOUGHT_OUT)])
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True) for text in (TOOLS, RESULT, REPLY, END, "<|user|>", "<|system|>")]
     )
@@ -78,7 +82,7 @@ def write_caller(directory: Path) -> None:
         name: np.ones(shape, np.float32) if len(shape) == 1 else np.zeros(shape, np.float32)
         for name, shape in families.tensors(parse_config(raw, "test")).items()
     }
-    ids = {text: tokenizer.token_to_id(text) for text in (OPEN, CLOSE, *CALL, ANSWER, TOOLS, RESULT, REPLY, END)}
+    ids = tokenizer.get_vocab()
     tensors["model.embed_tokens.weight"][:, :vocabulary] = np.eye(vocabulary)
     attention = "model.layers.0.self_attn"
     slowest = 7  # the pair of dimensions that positions hardly turn
@@ -88,9 +92,10 @@ def write_caller(directory: Path) -> None:
         tensors[f"{attention}.v_proj.weight"][value, ids[text]] = 1 / 16
         tensors[f"{attention}.o_proj.weight"][found, value] = 1
     follows = [(OPEN, CALL[0]), *pairwise(CALL), (CALL[-1], CLOSE), (CLOSE, END), (ANSWER, END)]
+    follows += [(THINK, THOUGHT), (THOUGHT, THOUGHT_OUT)]
     head = tensors["lm_head.weight"]
     for text, after in follows:
         head[ids[after], ids[text]] = 10
-    head[ids[ANSWER], ids[REPLY]] = 3
+    head[ids[ANSWER], ids[REPLY]] = head[ids[ANSWER], ids[THOUGHT_OUT]] = 3
     head[ids[OPEN], called] = head[ids[ANSWER], told] = 5
     save_file({name: each.astype(bfloat16) for name, each in tensors.items()}, directory / "model.safetensors")

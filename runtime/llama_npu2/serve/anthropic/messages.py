@@ -117,14 +117,10 @@ class _Message:
                     for each in blocks.close():
                         yield each
                     yield {"type": "message_delta", **self._ended(part)}
-                elif self._shows(part):
+                elif self._asked["max_tokens"] and shows(part, self._thinking):
                     for each in blocks.add(part, self._thinking.get("display") == "omitted"):
                         yield each
         yield {"type": "message_stop"}
-
-    def _shows(self, part: Piece | ToolCall) -> bool:
-        thought = isinstance(part, Piece) and part.kind is Kind.REASONING
-        return self._asked["max_tokens"] > 0 and not (thought and self._thinking.get("type") == "disabled")
 
     def _started(self) -> dict[str, Any]:
         """Return the message as it begins: what the cache holds of the prompt is not known yet."""
@@ -156,6 +152,11 @@ class _Message:
             "usage": _usage(counts.prompt, counts.cached, counts.generated if asked_for else 0),
             **edits,
         }
+
+
+def shows(part: Piece | ToolCall, thinking: Mapping[str, Any]) -> bool:
+    """Return whether a part of a reply is shown: some models think whatever they are told."""
+    return thinking.get("type") != "disabled" or isinstance(part, ToolCall) or part.kind is not Kind.REASONING
 
 
 def _usage(prompt: int, cached: int, generated: int) -> dict[str, int]:
