@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,7 +41,7 @@ GROUPS = (Sampling, Running, Answering, Listening, Once, Signers)
 COMMANDS = {
     "run": "generate text from a prompt; so does DIR PROMPT alone",
     "chat": "hold a conversation in the terminal",
-    "serve": "answer requests over HTTP: OpenAI's API",
+    "serve": "answer requests over HTTP: OpenAI's API, for one model or several",
     "embed": "turn texts into embeddings",
     "rerank": "order documents by their relevance to a query",
     "bench": "measure speed and memory, and the limits of the CPU",
@@ -110,11 +111,15 @@ def parse(arguments: list[str], artifacts: str | None = None) -> argparse.Namesp
     else:
         about = "artifact directory, as artifacts/demo/cpu, or a file of doit export"
         parser.add_argument("artifacts", metavar="DIR", help=about)
+    if command == "serve":
+        parser.add_argument(
+            "others", nargs="*", default=[], metavar="DIR", help="further models, which are loaded when asked for"
+        )
     if command in _PROMPTS:
         parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=_PROMPTS[command])
     add_arguments(parser, *GROUPS, command=command)
     parser.set_defaults(run=globals()[command])
-    return parser.parse_args(rest)
+    return parser.parse_intermixed_args(rest)
 
 
 def _sentence(command: str) -> str:
@@ -189,7 +194,7 @@ def _discard_output(errors: bool = True) -> None:
 
 def run(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
     prompt = _prompt(options)
-    with contextlib.closing(open_model(options, running, chats=not options.raw)) as llm:
+    with contextlib.closing(open_model(options.artifacts, running, chats=not options.raw)) as llm:
         print_reply(options, llm, prompt, sampling)
     return 0
 
@@ -208,18 +213,18 @@ def _prompt(options: argparse.Namespace) -> str:
     return sys.stdin.read() if options.prompt == "-" else str(options.prompt)
 
 
-def open_model(options: argparse.Namespace, running: Running, chats: bool, kv_memory: int = 0) -> Llama:
-    """Open the artifacts that a command line names.
+def open_model(artifacts: str | Path, running: Running, chats: bool, kv_memory: int = 0) -> Llama:
+    """Open artifacts as a command line says.
 
     With `chats`, prompts go through the chat template, if there is one. Its process starts while this one loads numpy,
     programs and weights. `kv_memory` as for `load`. Raises UserError.
     """
     from llama_npu2.text.chat_template import ChatTemplate, start_renderer
 
-    renderer = start_renderer(Path(options.artifacts)) if chats else None
+    renderer = start_renderer(Path(artifacts)) if chats else None
     from llama_npu2.artifact.manifest import Manifest
 
-    manifest = Manifest.open(options.artifacts)
+    manifest = Manifest.open(artifacts)
     manifest.check_trusted()
     template = ChatTemplate.open(manifest.storage, renderer) if chats else None
     from llama_npu2.engine.llama import Llama
@@ -272,7 +277,7 @@ def as_json(llm: Any, made: Any) -> dict[str, Any]:
 
 def embed(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
     texts = _lines(options.prompt_file or "-") if options.prompt_file or options.prompt == "-" else [_prompt(options)]
-    with contextlib.closing(open_model(options, running, chats=False)) as llm:
+    with contextlib.closing(open_model(options.artifacts, running, chats=False)) as llm:
         for text in texts:
             (values,) = llm.embed(text, options.dimensions, options.instruction).tolist()
             print(json.dumps({"text": text, "embedding": values} if options.json else values), flush=True)
@@ -284,7 +289,7 @@ def rerank(options: argparse.Namespace, sampling: Sampling, running: Running) ->
     if not options.documents:
         raise UserError("no documents: give a file with one in each line as documents, or - for standard input")
     documents = _lines(options.documents)
-    with contextlib.closing(open_model(options, running, chats=False)) as llm:
+    with contextlib.closing(open_model(options.artifacts, running, chats=False)) as llm:
         for each in llm.rerank(query, documents, options.instruction):
             print(
                 json.dumps(asdict(each), ensure_ascii=False) if options.json else f"{each.score:.4f}  {each.document}",
@@ -340,7 +345,7 @@ def check(options: argparse.Namespace, sampling: Sampling, running: Running) -> 
 
 def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
     sampling.check_one_text()
-    with contextlib.closing(open_model(options, running, chats=True)) as llm:
+    with contextlib.closing(open_model(options.artifacts, running, chats=True)) as llm:
         from llama_npu2.cli.session import Session
 
         if llm.chat_template is None:
@@ -358,9 +363,9 @@ def serve(options: argparse.Namespace, sampling: Sampling, running: Running) -> 
             raise
         raise UserError(f"the package {package} is not installed: pip install 'llama-npu2[serve]'") from None
     listening = chosen(Listening, options)
+    load = partial(open_model, running=running, chats=True, kv_memory=listening.kv_memory << 20)
     with contextlib.closing(listen.Place(listening)) as place:
-        with contextlib.closing(open_model(options, running, True, listening.kv_memory << 20)) as llm:
-            place.serve(llm)
+        place.serve([Path(each) for each in (options.artifacts, *options.others)], load)
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
@@ -374,7 +375,10 @@ class Listening(Checked):
         (), "let pages of this site use the server; may be repeated", "serve", metavar="URL"
     )
     queue: int = option(
-        64, "have at most this many replies under way; who asks for more is told to come again", "serve", least=1
+        64,
+        "have at most this many replies of a model under way; who asks for more is told to come again",
+        "serve",
+        least=1,
     )
     body: int = option(4, "take bodies of requests up to this size", "serve", unit="MiB", least=1, most=1024)
     keep_billing_header: bool = option(
@@ -384,12 +388,56 @@ class Listening(Checked):
     )
     kv_memory: int = option(
         0,
-        "take at most this much memory for the KV cache of all replies",
+        "take at most this much memory for the KV cache of all replies of a model",
         "serve",
         unit="MiB",
         unset="what one sequence takes that fills the context",
         least=0,
     )
+    memory: int = option(
+        0,
+        "have models loaded that take at most this much together",
+        "serve",
+        unit="MiB",
+        unset="with several models, what is available when the server starts",
+        least=0,
+    )
+    keep_alive: str = option(
+        "",
+        "unload a model that no request came for so long, such as 90s, 5m or 1h30m; -1 never, 0 at once",
+        "serve",
+        metavar="TIME",
+        unset="5m with several models, -1 with one",
+        examples=("5m", "1h", "-1"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.keep_alive_seconds()
+
+    def keep_alive_seconds(self) -> float | None:
+        """Return `keep_alive` in seconds, None where it is not given. Raises UserError."""
+        try:
+            return seconds_of(self.keep_alive) if self.keep_alive else None
+        except ValueError as error:
+            raise OptionError("keep_alive", self.keep_alive, f"must be {error}") from None
+
+
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds_of(text: str) -> float:
+    """Return a time in seconds, infinite for a negative one. Raises ValueError that says what a time is.
+
+    It is a number of seconds, or numbers with units as Go writes them: `90`, `1.5h`, `1h30m`, `-1`.
+    """
+    number = r"(\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})"
+    found = re.fullmatch(rf"([+-]?)(?:{number}|((?:{number}(?:{'|'.join(_SECONDS)}))+))", text.strip())
+    if not found:
+        raise ValueError("a time, such as 90s, 5m or 1h30m, or -1 for ever")
+    parts = re.findall(rf"{number}({'|'.join(_SECONDS)})", found[3] or f"{found[2]}s")
+    seconds = sum(float(count) * _SECONDS[unit] for count, unit in parts)
+    return math.inf if found[1] == "-" and seconds else seconds
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from llama_npu2.cli.peak import PRINT_PEAK
 from llama_npu2.cli.table import Table, amount
 from llama_npu2.errors import UserError
+from llama_npu2.machine import available_memory
 from stages.engine.places import ROOT, python_environment
 from stages.graph import Build
 from stages.graph.needs import RUN_IMPORTS, Needs, process_memory
@@ -45,13 +46,9 @@ class Machine:
     @classmethod
     def here(cls, artifacts: Path) -> Machine:
         existing = next(path for path in (artifacts, *artifacts.parents) if path.is_dir())
-        available = next(
-            int(line.split()[1]) << 10
-            for line in Path("/proc/meminfo").read_text().splitlines()
-            if line.startswith("MemAvailable")
-        )
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        return cls(shutil.disk_usage(existing).free, available, None if limit == resource.RLIM_INFINITY else limit)
+        free = shutil.disk_usage(existing).free
+        return cls(free, available_memory(), None if limit == resource.RLIM_INFINITY else limit)
 
     def lacks(self, needs: Needs, context: int) -> list[str]:
         """Return the names of the resources that do not suffice to build, or to run with `context` positions."""

@@ -50,7 +50,11 @@ def _failure(status: int) -> TaskFailed:
     return TaskFailed(f"the runtime ended with status {status}", report=False)
 
 
-def runtime_arguments(command: str, build: Build, options: Options, prompt: str | None = None) -> list[str]:
-    """Return a command line of the runtime: one of its commands, with the options that doit's takes, too."""
+def runtime_arguments(command: str, build: Build, options: Options, *more: str | None) -> list[str]:
+    """Return a command line of the runtime: one of its commands, with the options that doit's takes, too.
+
+    Args:
+        more: what comes behind the artifact directory, if it is given.
+    """
     given = to_arguments(options, Sampling, Running, Answering, Listening, command=command)
-    return [command, *given, "--", str(build.directory_as_given), *([] if prompt is None else [prompt])]
+    return [command, *given, "--", str(build.directory_as_given), *(each for each in more if each is not None)]

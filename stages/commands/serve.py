@@ -9,4 +9,4 @@ from stages.graph import Build
 
 
 def run(build: Build) -> TaskFailed | None:
-    return run_runtime(runtime_arguments("serve", build, build.options))
+    return run_runtime(runtime_arguments("serve", build, build.options, *build.options.also))

@@ -108,6 +108,7 @@ class Options(Sampling, Running, Answering, Listening, Signers):
     delete: str = _option("delete")
     dry_run: bool = _option("dry_run")
     output: str = _option("output")
+    also: tuple[str, ...] = _option("also", default=())
     key: str = _option("key")
     remote: str = _option("remote")
     shell: str = _option("shell")

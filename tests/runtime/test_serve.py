@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing, closing
+from contextlib import ExitStack, aclosing
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +28,7 @@ from llama_npu2 import Llama, load
 from llama_npu2.options import Sampling
 from llama_npu2.serve import events
 from llama_npu2.serve.failures import GoneError, RequestError
-from llama_npu2.serve.model import Model
+from llama_npu2.serve.models import Keeping, Models
 from llama_npu2.serve.openai import chat as openai_chat
 from llama_npu2.serve.openai import completions as openai_completions
 from llama_npu2.serve.replies import Replies
@@ -514,9 +514,13 @@ def test_a_reply_is_given_up_when_its_client_goes_away(strict: Server) -> None:
     assert int(gone.split()[-2]) < 2 * 1900
 
 
-def test_the_engine_stops_with_the_replies(llm: Llama) -> None:
+def test_the_engine_stops_with_the_replies(demo: Path) -> None:
     async def main() -> None:
-        with llm.engine() as engine, closing(Model(llm, engine, 3)) as model:
+        llm = load(demo)
+        async with Models([llm.manifest], Keeping(load, most_replies=3)) as models:
+            (model,) = models
+            models.use(model, llm)
+            engine = model.engine
             replies = Replies(model, 2)
             replies.start([[5, 6]], Sampling(max_tokens=1900, logit_bias=("2039:-100,2047:-100",)), 2)
             async with aclosing(replies.pieces()) as pieces:

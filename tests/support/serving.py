@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *options: str, before: str = "") -> Iterator[Server]:
-    """Run `llama-npu2 serve` on a free port; `before` is Python that runs first in its process."""
+def serving(directory: Path, *options: str, others: Sequence[Path] = (), before: str = "") -> Iterator[Server]:
+    """Run `llama-npu2 serve` on a free port; `others` are further models, `before` is Python that runs first."""
     script = f"{before}\nimport sys\nfrom llama_npu2.__main__ import main\nsys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", script, "serve", str(directory), "--port=0", *options]
+    command = [sys.executable, "-c", script, "serve", *map(str, (directory, *others)), "--port=0", *options]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,

@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BLOCK_POSITIONS, DECODE, PREFILL, PREFILL_CHUNK, Phase, sizes
+from llama_npu2.artifact.plan import DECODE, PREFILL, PREFILL_CHUNK, Phase, sizes
 from llama_npu2.devices import Call, Submission, open_device
 from llama_npu2.devices.spans import Recorder, Timer
 from llama_npu2.engine.chunks import Chunk, Chunks, decode_phase
 from llama_npu2.engine.completion import Logprob
-from llama_npu2.engine.memory import Memory, bind_calls, bind_plans, blocks_within, cache_blocks, load_programs
+from llama_npu2.engine.memory import (
+    Memory,
+    bind_calls,
+    bind_plans,
+    blocks_within,
+    cache_blocks,
+    context_within,
+    load_programs,
+)
 from llama_npu2.engine.row_logits import RowLogits, SeveralRows, logits_phase
 from llama_npu2.engine.trace import Watch, traced_phases
 from llama_npu2.errors import REMEDY, UserError
@@ -59,7 +67,7 @@ class Engine:
         for phase in self._phases.keys() - self._active.values():
             self._phases[phase].suspend()
         self._blocks = blocks or self.memory.blocks
-        self.context_length: int = min(manifest.model["max_seq"], self._blocks * BLOCK_POSITIONS)
+        self.context_length = context_within(manifest, blocks)
         self._without_head: dict[Phase, Submission] = {}
         self._cached: list[int] = []
         """The tokens whose K and V the KV cache holds."""

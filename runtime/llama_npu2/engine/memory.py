@@ -82,11 +82,38 @@ def blocks_within(kv_memory: int, *manifests: Manifest) -> int:
     return (kv_memory - front) // (block - front)
 
 
+def context_within(manifest: Manifest, blocks: int) -> int:
+    """Return how many positions a sequence can have with so many blocks; 0: as many as it can use."""
+    longest = int(manifest.model["max_seq"])
+    return min(longest, blocks * BLOCK_POSITIONS) if blocks else longest
+
+
 def memory_of_blocks(manifest: Manifest, blocks: int) -> int:
     """Return the bytes that so many blocks of all caches take, beside the device's caches if those are contiguous."""
     in_blocks = sum(at.front + at.each * blocks for at in cache_blocks(manifest).values())
     contiguous = CacheRows.of(manifest)
     return in_blocks + sum(manifest.nbytes(name) + rows.block * blocks for name, rows in contiguous.items())
+
+
+def memory_needed(manifest: Manifest, blocks: int = 0) -> int:
+    """Return the bytes that weights, activations and caches of so many blocks take, once all of them were used.
+
+    Caches have room for at least one sequence that fills the context.
+    """
+    caches, blocks = cache_blocks(manifest), max(blocks, _blocks_of_context(manifest))
+    own = (name for name, spec in manifest.buffers.items() if "at" not in spec)
+    sizes = (max(manifest.nbytes(name), caches[name].end(blocks) if name in caches else 0) for name in own)
+    return sum(sizes) + _shared_bytes(manifest)
+
+
+def _blocks_of_context(manifest: Manifest) -> int:
+    return -(-int(manifest.model["max_seq"]) // BLOCK_POSITIONS)
+
+
+def _shared_bytes(manifest: Manifest) -> int:
+    """Return the bytes of the memory that buffers share."""
+    ends = (spec["at"] + manifest.nbytes(name) for name, spec in manifest.buffers.items() if "at" in spec)
+    return max(ends, default=0)
 
 
 class Memory:
@@ -101,7 +128,7 @@ class Memory:
 
     def __init__(self, manifest: Manifest, device: Device, shared_from: Memory | None = None, blocks: int = 0) -> None:
         self._device = device
-        self.blocks = max(blocks, -(-manifest.model["max_seq"] // BLOCK_POSITIONS))
+        self.blocks = max(blocks, _blocks_of_context(manifest))
         self._in_blocks = cache_blocks(manifest)
         self._manifest, self._specs = manifest, manifest.buffers
         self._on_device = {
@@ -111,8 +138,8 @@ class Memory:
             if not manifest.programs[call.program]["host"]
             for name in call.names
         }
-        ends = [spec["at"] + manifest.nbytes(name) for name, spec in self._specs.items() if "at" in spec]
-        self._shared: Any = device.alloc(max(ends)) if ends and not shared_from else None
+        shared = 0 if shared_from else _shared_bytes(manifest)
+        self._shared: Any = device.alloc(shared) if shared else None
         self._buffers = {name: self._create(name, shared_from) for name in manifest.buffers}
 
     def _create(self, name: str, shared_from: Memory | None) -> Any:

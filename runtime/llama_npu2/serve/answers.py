@@ -67,13 +67,32 @@ def answering(
     async def answer(request: Request) -> Response:
         value = await read_json(request, request.app.most_bytes)
         model = of_request(request, value)
-        return await _answered(request, make(model, checked(value, closed(*fields(model.vocabulary)))), heartbeat)
+        asked = checked(value, closed(*fields(model.vocabulary)))
+        await ready(request, model)
+        return await _answered(request, make(model, asked), heartbeat)
 
     return answer
 
 
+async def ready(request: Request, model: Model, keep_alive: float | None = None) -> None:
+    """Have a model loaded until the request is answered. Raises RequestError, GoneError.
+
+    Args:
+        keep_alive: as for `Model.hold`.
+    """
+
+    async def held() -> None:
+        await model.hold(keep_alive)
+        request.scope["held"].callback(model.release)
+
+    await unless_gone(request.receive, held())
+
+
 def of_request(request: Request, value: Any) -> Model:
-    """Return the model that a request's body names; any, if it names none. Raises RequestError."""
+    """Return the model that a request's body names; the first, if it names none. Raises RequestError.
+
+    It may not be loaded: see `ready`.
+    """
     models: Models = request.app.models
     name = value.get("model") if isinstance(value, dict) else None
     return models.named(name) if isinstance(name, str) and name else next(iter(models))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -51,13 +52,14 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
-        await self._router(scope, receive, send)
+        with ExitStack() as scope["held"]:
+            await self._router(scope, receive, send)
 
 
 async def health(request: Request) -> Response:
-    """Answer `GET /health`: whether replies can be asked for."""
-    closed = any(model.engine.closed for model in request.app.models)
-    return JSONResponse({"status": "error" if closed else "ok"}, 503 if closed else 200)
+    """Answer `GET /health`: whether replies can be asked for, of some model at least."""
+    failed = all(model.failed for model in request.app.models)
+    return JSONResponse({"status": "error" if failed else "ok"}, 503 if failed else 200)
 
 
 def guarded(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import signal
 import socket
 import sys
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import h11
@@ -15,12 +16,13 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.engine.llama import Llama
 from llama_npu2.errors import UserError, reason
+from llama_npu2.machine import available_memory
 from llama_npu2.options import Listening, OptionError
 from llama_npu2.serve.app import Application, guarded
-from llama_npu2.serve.model import Model
-from llama_npu2.serve.models import Models
+from llama_npu2.serve.models import Keeping, Models
 
 _PATIENCE = 10.0
 """Seconds that the head of a request may take to come."""
@@ -28,6 +30,8 @@ _FAREWELL = 30
 """Seconds that replies have to end once the server is told to stop."""
 _IDLE = 65
 """Seconds that a connection is kept without a request: longer than clients keep it, so none asks on a closed one."""
+_KEEP_ALIVE = 300.0
+"""Seconds that each of several models stays loaded without requests: as in Ollama."""
 _BACKLOG = 128
 _MOST_HEAD = 64 << 10
 """Most bytes of a request's head."""
@@ -80,16 +84,41 @@ class Place:
         if not self.key and not loopback:
             print("note: whoever reaches this machine may use the model: give --api-key-file", file=sys.stderr)
 
-    def serve(self, llm: Llama) -> None:
-        """Answer requests until SIGINT or SIGTERM comes. Raises UserError."""
-        asyncio.run(self._serve(llm))
+    def serve(self, directories: Sequence[Path], load: Callable[[Path], Llama]) -> None:
+        """Answer requests until SIGINT or SIGTERM comes. Raises UserError.
 
-    async def _serve(self, llm: Llama) -> None:
+        Args:
+            directories: artifacts. The first ones are loaded at once, others when a request names them.
+            load: opens such a directory. Raises UserError.
+        """
+        others = [Manifest.open(directory) for directory in directories[1:]]
+        for manifest in others:
+            manifest.check_trusted()
+        llm = load(directories[0])
+        try:
+            asyncio.run(self._serve(llm, others, load))
+        finally:
+            llm.close()  # again, if all went well
+
+    def _keeping(self, load: Callable[[Path], Llama], several: bool) -> Keeping:
+        options, patience = self.options, self.options.keep_alive_seconds()
+        return Keeping(
+            load,
+            options.memory << 20 or (available_memory() if several else math.inf),
+            (_KEEP_ALIVE if several else math.inf) if patience is None else patience,
+            options.queue,
+            options.kv_memory << 20,
+        )
+
+    async def _serve(self, llm: Llama, others: Sequence[Manifest], load: Callable[[Path], Llama]) -> None:
         options = self.options
-        with llm.engine() as engine, closing(Model(llm, engine, options.queue)) as model:
-            application = Application(Models(model), options.body << 20, options.keep_billing_header)
+        async with Models([llm.manifest, *others], self._keeping(load, bool(others))) as models:
+            models.use(next(iter(models)), llm)
+            application = Application(models, options.body << 20, options.keep_billing_header)
             app = guarded(application, self.key, self.hosts, options.origin)
-            server = _Server(_config(app), f"listening on http://{self.shown}:{self.port}/v1 ({llm.description})")
+            more = f"; on demand: {', '.join(model.name for model in [*models][1:])}" if others else ""
+            where = f"http://{self.shown}:{self.port}/v1"
+            server = _Server(_config(app), f"listening on {where} ({llm.description}{more})")
             # Uvicorn raises the signals that ended it once more when all is finished: then they have done their work.
             before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
             try:

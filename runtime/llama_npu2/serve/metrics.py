@@ -24,6 +24,8 @@ _COUNTS: dict[str, tuple[str, Callable[[Model], int]]] = {
     "put_off_total": ("Requests that were told to come again.", lambda model: model.counters.put_off),
     "replies_under_way": ("Replies that are under way.", lambda model: model.under_way),
     "replies_most": ("Replies that may be under way.", lambda model: model.most_replies),
+    "loads_total": ("How often the model was loaded.", lambda model: model.loads),
+    "loaded": ("1 while the model is loaded, else 0.", lambda model: int(model.usable)),
 }
 _TIMES: dict[str, tuple[str, Callable[[Model], Times]]] = {
     "first_token_seconds": ("Time to the first token of a reply.", lambda model: model.counters.first),
@@ -32,12 +34,15 @@ _TIMES: dict[str, tuple[str, Callable[[Model], Times]]] = {
 
 
 def _of_engine(name: str, model: Model) -> int:
-    count: int = getattr(model.engine.counts, name)
+    count: int = getattr(model.counts, name)
     return count
 
 
 _ENGINE = {
-    f"engine_{each.name}_total": (f"The engine's {each.name}, since it was opened.", partial(_of_engine, each.name))
+    f"engine_{each.name}_total": (
+        f"The engine's {each.name}, since the server started.",
+        partial(_of_engine, each.name),
+    )
     for each in fields(Counts)
 }
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol
 
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.engine.batch.sequence import Counts
 from llama_npu2.engine.completion import Stats
 from llama_npu2.engine.llama import Llama, Prompt
+from llama_npu2.engine.memory import blocks_within, cache_blocks, context_within, memory_needed
 from llama_npu2.engine.serving import Serving, Stream
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
 from llama_npu2.serve.failures import RequestError, TooLongError
 from llama_npu2.serve.tokens import Pieces
+from llama_npu2.text.chat_template import sources
 
 _TEXT_THREADS = 2
 """How many prompts are rendered and tokenised at a time: it takes far more memory than their text."""
@@ -69,27 +73,159 @@ class Counters:
         return f"tokens: {prompt} processed, {cached} cached, {generated} generated"
 
 
-class Model:
-    """A loaded model and its engine. Belongs to one event loop."""
+class Keeper(Protocol):
+    """What loads models, and decides how long they stay loaded."""
 
-    def __init__(self, llm: Llama, engine: Serving, most_replies: int) -> None:
-        """Args: `most_replies` may be under way at a time, others are told to come again."""
-        self.llm, self.engine, self.most_replies = llm, engine, most_replies
-        self.name: str = llm.manifest.model["name"]
-        self.vocabulary: int = llm.manifest.model["vocab"]
+    async def load(self, model: Model) -> None:
+        """Load a model. Raises RequestError."""
+
+    def rest(self, model: Model) -> None:
+        """Note that no request holds a model any more."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a model has while it is loaded."""
+
+    llm: Llama
+    engine: Serving
+    pieces: Pieces
+    longest: int
+    """The most characters of a text that may fit into the context."""
+
+    @classmethod
+    def of(cls, llm: Llama) -> Loaded:
+        """Open the engine, which takes time. Raises UserError."""
+        pieces = Pieces(llm.tokenizer)
+        return cls(llm, llm.engine(), pieces, llm.context_length * pieces.longest)
+
+
+class Model:
+    """A model that requests can name, whether it is loaded or not. Belongs to one event loop."""
+
+    def __init__(self, name: str, manifest: Manifest, keeper: Keeper, most_replies: int, kv_memory: int = 0) -> None:
+        """Describe a model that is not loaded.
+
+        Args:
+            name: what requests call it.
+            manifest: of its artifacts.
+            keeper: what loads it.
+            most_replies: may be under way at a time, others are told to come again.
+            kv_memory: as for `llama.load`.
+
+        Raises:
+            UserError: if it cannot be used.
+        """
+        if not cache_blocks(manifest):
+            raise UserError(f"{manifest.directory}: its device holds one sequence: choose target=cpu to serve it")
+        self.name, self.manifest, self.most_replies = name, manifest, most_replies
+        self._keeper = keeper
+        blocks = blocks_within(kv_memory, manifest) if kv_memory else 0
+        self.context_length = context_within(manifest, blocks)
+        self.memory = memory_needed(manifest, blocks)
+        """Bytes that it takes once it is loaded and all of it was used."""
+        self.vocabulary: int = manifest.model["vocab"]
+        self.templates = sources(manifest.storage)
+        """The texts of its chat templates by name."""
         self.created = int(time.time())
-        self.fingerprint = f"fp_{hashlib.sha256(llm.manifest.content).hexdigest()[:12]}"
+        self.fingerprint = f"fp_{hashlib.sha256(manifest.content).hexdigest()[:12]}"
         """Says which weights and programs answer: the same one, with the same seed, gives the same replies."""
-        self.pieces = Pieces(llm.tokenizer)
-        self.under_way = 0
         self.counters = Counters()
+        self.under_way = self.holds = self.waiting = 0
+        """Replies that are under way, requests that hold the model, and of them those that wait until it is loaded."""
+        self.loaded: Loaded | None = None
+        self.failed = False
+        """Whether it could not be loaded when that was last tried."""
+        self.loads = 0
+        """How many times it was loaded."""
+        self.used = 0.0
+        """When a request held it last, by the clock of the event loop."""
+        self.keep_alive: float | None = None
+        """Seconds that it stays loaded without requests, where the last one said so."""
+        self._counts = Counts()
         self._threads = ThreadPoolExecutor(_TEXT_THREADS, "llama-npu2 text")
-        self._longest = llm.context_length * self.pieces.longest
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is loaded, and its engine has not failed."""
+        return self.loaded is not None and not self.loaded.engine.closed
+
+    @property
+    def state(self) -> str:
+        """`loaded`, `loading` or `unloaded`."""
+        return "loaded" if self.usable else "loading" if self.waiting else "unloaded"
+
+    @property
+    def _parts(self) -> Loaded:
+        if self.loaded is None:
+            raise RuntimeError(f"{self.name} is not loaded: hold it first")
+        return self.loaded
+
+    @property
+    def llm(self) -> Llama:
+        """The model, while it is loaded."""
+        return self._parts.llm
+
+    @property
+    def engine(self) -> Serving:
+        """Its engine, while it is loaded."""
+        return self._parts.engine
+
+    @property
+    def pieces(self) -> Pieces:
+        """The texts of its tokens, while it is loaded."""
+        return self._parts.pieces
 
     @property
     def chats(self) -> bool:
         """Whether the model has a chat template."""
-        return self.llm.chat_template is not None
+        return bool(self.templates)
+
+    @property
+    def counts(self) -> Counts:
+        """What its engines did so far."""
+        now = self.loaded.engine.counts if self.loaded else Counts()
+        return Counts(*(sum(both) for both in zip(astuple(self._counts), astuple(now), strict=True)))
+
+    def given_up(self) -> Loaded | None:
+        """Return what is to be closed: the model is no longer loaded, and its counts are kept."""
+        self._counts = self.counts
+        parts, self.loaded = self.loaded, None
+        return parts
+
+    async def hold(self, keep_alive: float | None = None) -> None:
+        """Have the model loaded until `release`.
+
+        Args:
+            keep_alive: seconds that it is to stay loaded after that; None: as the server says.
+
+        Raises:
+            RequestError: if it cannot be loaded, or too many requests wait for it.
+        """
+        if not self.usable and self.waiting >= self.most_replies:
+            raise self._put_off(f"{self.waiting} requests wait until {self.name} is loaded")
+        self.holds += 1
+        self.keep_alive = keep_alive
+        try:
+            if not self.usable:
+                self.waiting += 1
+                try:
+                    await self._keeper.load(self)
+                finally:
+                    self.waiting -= 1
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Take a hold back."""
+        self.holds -= 1
+        if not self.holds:
+            self._keeper.rest(self)
+
+    def _put_off(self, why: str) -> RequestError:
+        self.counters.put_off += 1
+        return RequestError(429, f"{why}: come again soon", code="rate_limit_exceeded", headers={"retry-after": "1"})
 
     @contextmanager
     def claim(self, replies: int) -> Iterator[None]:
@@ -99,13 +235,7 @@ class Model:
                 400, f"{replies} replies are asked for, at most {self.most_replies} may be under way: ask for fewer"
             )
         if self.under_way + replies > self.most_replies:
-            self.counters.put_off += 1
-            raise RequestError(
-                429,
-                f"{self.under_way} replies are under way: come again soon",
-                code="rate_limit_exceeded",
-                headers={"retry-after": "1"},
-            )
+            raise self._put_off(f"{self.under_way} replies are under way")
         self.under_way += replies
         try:
             yield
@@ -119,13 +249,13 @@ class Model:
             prompt: as for `Llama.encode`.
             **how: `raw` and `template` of it.
         """
-        if _characters(prompt) > self._longest:
-            raise self._too_long(None, field)
         try:
-            ids = await self.in_thread(partial(self.llm.encode, prompt, **how))
+            ids = await self.in_thread(lambda: self._encoded(prompt, how))
         except UserError as error:
             raise RequestError.of(error, field) from None
-        if len(ids) >= self.llm.context_length:
+        if ids is None:
+            raise self._too_long(None, field)
+        if len(ids) >= self.context_length:
             raise self._too_long(len(ids), field)
         if not ids:
             raise RequestError(400, "the prompt has no tokens: give at least one", field)
@@ -133,20 +263,28 @@ class Model:
             raise RequestError(400, f"token {bad} is not in the vocabulary", field)
         return ids
 
+    def _encoded(self, prompt: Prompt, how: Mapping[str, Any]) -> list[int] | None:
+        """Return the tokens of a prompt; None if it has more than the context can, without tokenising it."""
+        return None if _characters(prompt) > self._parts.longest else self.llm.encode(prompt, **how)
+
     async def prepare(self, sampling: Sampling, field: str) -> None:
         """Compile what replies have to follow, if anything. Raises RequestError, which names `field`."""
         if sampling.schema or sampling.grammar:
             try:
-                await self.in_thread(partial(self.llm.constraint, sampling))
+                await self.in_thread(lambda: self.llm.constraint(sampling))
             except UserError as error:
                 raise RequestError(400, str(error), field) from None
 
     def _too_long(self, tokens: int | None, field: str) -> TooLongError:
-        return TooLongError(tokens, self.llm.context_length, self.llm.shorter, field)
+        return TooLongError(tokens, self.context_length, self.llm.shorter, field)
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
-        """Return what a function returns that takes time."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        """Return what a function returns that takes time. The model is loaded as long. Raises RequestError."""
+        await self.hold(self.keep_alive)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        finally:
+            self.release()
 
     def submit(self, ids: Sequence[int], sampling: Sampling, number: int) -> Stream:
         """Return the reply to a prompt. Raises RequestError."""

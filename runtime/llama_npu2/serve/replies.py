@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -71,6 +72,9 @@ class Replies:
             raise RequestError.of(error) from None
         except UserError as error:
             raise RequestError(503 if self.model.engine.closed else 500, str(error)) from None
+        except Exception:  # of the device
+            traceback.print_exc()
+            raise RequestError(503, "the engine has failed: the server's log says how, come again") from None
 
     async def _together(self) -> AsyncGenerator[tuple[int, Piece | None]]:
         came: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
@@ -80,7 +84,7 @@ class Replies:
                 async for piece in stream.pieces():
                     came.put_nowait((number, piece))
                 came.put_nowait((number, None))
-            except UserError as error:
+            except Exception as error:
                 came.put_nowait((number, error))
 
         tasks = [asyncio.ensure_future(forward(*each)) for each in enumerate(self.streams)]

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from llama_npu2 import __version__
 from llama_npu2.errors import UserError
 from llama_npu2.schema import Check, flag, list_of, string, whole
-from llama_npu2.serve.answers import of_request
+from llama_npu2.serve.answers import of_request, ready
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import closed, only, word
@@ -33,6 +33,7 @@ async def tokenize(request: Request) -> Response:
     value = await read_json(request, request.app.most_bytes)
     model = of_request(request, value)
     asked = checked(value, closed({"content": string}, TO_TOKENS))
+    await ready(request, model)
     encode = partial(model.llm.tokenizer.encode, asked["content"], asked.get("add_special", False))
     ids: list[int] = await _in_thread(model, encode, "content")
     if not asked.get("with_pieces"):
@@ -54,6 +55,7 @@ async def detokenize(request: Request) -> Response:
     model = of_request(request, value)
     tokens = list_of(whole(0, model.vocabulary - 1), 0, _MOST_TOKENS)
     asked = checked(value, closed({"tokens": tokens}, {"model": word}))
+    await ready(request, model)
     decode = partial(model.llm.tokenizer.decode, asked["tokens"], skip_special_tokens=False)
     return JSONResponse({"content": await _in_thread(model, decode, "tokens")})
 
@@ -66,11 +68,11 @@ async def _in_thread(model: Model, function: partial[Any], field: str) -> Any:
 
 
 async def props(request: Request) -> Response:
-    """Answer `GET /props`: what clients of llama.cpp's server ask for before they use it."""
-    model = next(iter(request.app.models))
+    """Answer `GET /props`: what clients of llama.cpp's server ask for before they use it. Raises RequestError."""
+    model = of_request(request, dict(request.query_params))
     return JSONResponse(
         {
-            "default_generation_settings": {"n_ctx": model.llm.context_length},
+            "default_generation_settings": {"n_ctx": model.context_length},
             "total_slots": model.most_replies,
             "model_alias": model.name,
             "modalities": {"vision": False, "audio": False},

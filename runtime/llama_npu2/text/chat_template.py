@@ -44,24 +44,9 @@ class ChatTemplate:
 
     @classmethod
     def open(cls, storage: Storage, renderer: Renderer | None = None) -> ChatTemplate | None:
-        """Return an artifact's templates, None if it has none. Raises UserError.
-
-        They are in `chat_template.jinja` and `chat_templates.json`, or in `tokenizer_config.json`.
-        """
-        found: dict[str, Any] = _read_json(storage, TEMPLATES)
-        if separate := storage.find("tokenizer/chat_template.jinja"):
-            found = {DEFAULT: _read_text(separate), **found}
-        if not found:
-            source = _read_json(storage, "tokenizer/tokenizer_config.json").get("chat_template") or {}
-            found = {DEFAULT: source}
-            if isinstance(source, list):
-                found = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
-        found = {name: source for name, source in found.items() if source}
-        if not found:
-            return None
-        if not all(isinstance(source, str) for source in found.values()):
-            raise UserError(f"{storage.path}: chat_template is no text: {REMEDY}")
-        return cls(found, special_tokens(storage), renderer)
+        """Return an artifact's templates, None if it has none. Raises UserError."""
+        found = sources(storage)
+        return cls(found, special_tokens(storage), renderer) if found else None
 
     def _sandbox(self, name: str, renderer: Renderer | None = None) -> Sandbox:
         from llama_npu2.text.sandbox import Sandbox
@@ -173,6 +158,25 @@ def start_renderer(path: Path) -> Renderer | None:
 
     taken, waiting_renderer = waiting_renderer, None
     return taken or Renderer()
+
+
+def sources(storage: Storage) -> dict[str, str]:
+    """Return the texts of an artifact's templates by name, none if it has none. Raises UserError.
+
+    They are in `chat_template.jinja` and `chat_templates.json`, or in `tokenizer_config.json`.
+    """
+    found: dict[str, Any] = _read_json(storage, TEMPLATES)
+    if separate := storage.find("tokenizer/chat_template.jinja"):
+        found = {DEFAULT: _read_text(separate), **found}
+    if not found:
+        source = _read_json(storage, "tokenizer/tokenizer_config.json").get("chat_template") or {}
+        found = {DEFAULT: source}
+        if isinstance(source, list):
+            found = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
+    found = {name: source for name, source in found.items() if source}
+    if not all(isinstance(source, str) for source in found.values()):
+        raise UserError(f"{storage.path}: chat_template is no text: {REMEDY}")
+    return found
 
 
 def special_tokens(storage: Storage) -> dict[str, str]:

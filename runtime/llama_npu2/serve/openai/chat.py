@@ -198,7 +198,7 @@ class _Chat:
         """Raises RequestError."""
         self.stream: bool = asked.get("stream", False)
         self._with_usage = with_usage(asked)
-        self.conversation = Conversation(model, _turn(asked, model.llm.context_length))
+        self.conversation = Conversation(model, _turn(asked, model.context_length))
         self.replies, self.start = self.conversation.replies, self.conversation.start
         self._head = head("chatcmpl", model)
 

@@ -18,12 +18,13 @@ def _described(model: Model) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "llama-npu2",
-        "context_length": model.llm.context_length,
+        "context_length": model.context_length,
+        "status": {"value": model.state, **({"failed": True} if model.failed else {})},
         "type": "model",
         "display_name": model.name,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "lifecycle": "active",
-        "max_input_tokens": model.llm.context_length,
+        "max_input_tokens": model.context_length,
     }
 
 
