@@ -370,7 +370,12 @@ class Listening(Checked):
 
     host: str = option("127.0.0.1", "listen on this address; others than 127.0.0.1 let other machines in", "serve")
     port: int = option(8000, "listen on this port; 0 takes a free one", "serve", least=0, most=65535)
-    api_key_file: str = option("", "answer only who sends the key in this file", "serve", metavar=FILE)
+    api_key_file: str = option(
+        "",
+        "answer only who sends a key of this file, which has one in each line",
+        "serve",
+        metavar=FILE,
+    )
     origin: tuple[str, ...] = option(
         (), "let pages of this site use the server; may be repeated", "serve", metavar="URL"
     )

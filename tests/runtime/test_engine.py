@@ -92,6 +92,11 @@ def test_a_saved_context_goes_on_as_if_it_had_been_processed(llm: Llama, tmp_pat
         with llm.engine() as engine:
             assert engine.load_context(tmp_path / "context") == 300
             assert engine.save_context(tmp_path / "other", prompt) == 300
+            assert engine.load_context(tmp_path / "other") == 300
+            with pytest.raises(UserError, match="nothing of this text"):
+                engine.save_context(tmp_path / "own", prompt, "somebody")
+            with pytest.raises(UserError, match="of other namespace"):
+                engine.load_context(tmp_path / "other", "somebody")
             return await collected(engine, prompt + more, max_tokens=8)
 
     llm.generate([3] * 700, max_tokens=1).whole()

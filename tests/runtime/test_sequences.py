@@ -124,8 +124,8 @@ def no_copy(patch: pytest.MonkeyPatch) -> None:
 def never_freed(patch: pytest.MonkeyPatch) -> None:
     real = prefix_tree.PrefixTree.match
 
-    def match(self: PrefixTree, ids: list[int]) -> Any:
-        blocks, matched = real(self, ids)
+    def match(self: PrefixTree, ids: list[int], namespace: str) -> Any:
+        blocks, matched = real(self, ids, namespace)
         for block in blocks[:1]:
             self._pool.share(block)
         return blocks, matched
@@ -246,6 +246,34 @@ def test_pinned_beginnings_stay() -> None:
     assert again.processed == [1]
     work.cache.tree.pin(prompt, -1)
     all_back(work.cache)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_nothing_is_shared_between_namespaces(at_once: bool) -> None:
+    model = small_model(90, clock_of(1))
+    work = scheduled(HashedSteps(90), rows=40, model=model)
+    prompt = [at % VOCAB for at in range(70)]
+    replies = {name: [Drawn(prompt, number, 12) for number in (1, 3)] for name in ("", "one", "another")}
+    for at in range(2):
+        for name, of_name in replies.items():
+            work.add(of_name[at], name)
+            if not at_once:
+                drain(work)
+        drain(work)
+    for first, again in replies.values():
+        assert (first.processed, again.processed) == ([70], [1])
+        checked([first, again], set())
+    assert work.cache.tree.pin(prompt, namespace="one") == 70 and not work.cache.tree.pin(prompt, namespace="none")
+    work.cache.tree.pin(prompt, -1, "one")
+    texts = [text for name in replies for text in model.draft([Asked(name, prompt, 3, name)])]
+    assert len(texts) == 3
+    for cache in (work.cache, model.cache):
+        blocks = [set(cache.tree.held(prompt, name)) for name in replies]
+        assert all(blocks) and len(set.union(*blocks)) == sum(map(len, blocks))
+    for name in replies:
+        model.release(name)
+    all_back(work.cache)
+    all_back(model.cache)
 
 
 def test_a_block_that_the_tree_alone_shares_is_written_where_no_other_is_free() -> None:

@@ -28,6 +28,7 @@ from llama_npu2 import Llama, load
 from llama_npu2.options import Sampling
 from llama_npu2.serve import events
 from llama_npu2.serve.failures import GoneError, RequestError
+from llama_npu2.serve.keys import Keys
 from llama_npu2.serve.models import Keeping, Models
 from llama_npu2.serve.openai import chat as openai_chat
 from llama_npu2.serve.openai import completions as openai_completions
@@ -473,6 +474,46 @@ def test_a_key(strict: Server) -> None:
     for headers in (KEY, {"Authorization": "bearer s3cret"}, {"X_Api_Key": "s3cret"}):
         assert strict.ask(CHAT, chat(), **headers).status == 200
     assert not any("s3cret" in line for line in strict.lines)
+
+
+def test_several_keys_share_no_prefixes(demo: Path, tmp_path: Path, llm: Llama) -> None:
+    (tmp_path / "keys").write_text("k-one\n\nalice: k-two\n")
+    (tmp_path / "keys").chmod(0o640)
+    with serving(demo, f"--api-key-file={tmp_path / 'keys'}") as running:
+        assert running.lines[0] == f"note: others may read {tmp_path / 'keys'}: chmod 600 it"
+
+        prompt = "Once upon a time there was a king who had a castle and a horse."
+
+        def asked(key: str) -> tuple[int, str]:
+            found = running.ask(RAW, raw(prompt=prompt), Authorization=f"Bearer {key}")
+            assert found.status == 200, found.json
+            return found.json["usage"]["prompt_tokens_details"]["cached_tokens"], found.json["choices"][0]["text"]
+
+        text = llm.generate(prompt, raw=True, max_tokens=16).text
+        most = len(llm.encode(prompt, raw=True)) - 1
+        assert [asked(key) for key in ("k-one", "k-two", "k-one", "k-two")] == [(0, text)] * 2 + [(most, text)] * 2
+        with ThreadPoolExecutor(4) as threads:
+            assert [*threads.map(asked, ["k-one", "k-two"] * 4)] == [(most, text)] * 8
+        for wrong in ("k-on", "k-one2", "alice", "alice: k-two", ""):
+            assert running.ask(RAW, raw(), Authorization=f"Bearer {wrong}").status == 401
+        noted = [line for line in running.lines if line.startswith("POST")]
+        assert ", key 1, tokens" in noted[0] and ", key alice, tokens" in noted[1]
+        assert not any("k-one" in line or "k-two" in line for line in running.lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "must hold one key in each line"),
+        ("a b\n", "line 1 must hold one key without spaces"),
+        ("a\nb\na\n", "line 3 has the name or the key of another line"),
+        ("x: a\nx: b\n", "line 2 has the name"),
+        ("x y: a\n", "line 1 must hold"),
+    ],
+)
+def test_files_of_keys_that_cannot_be_used(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Keys.parsed(text)
 
 
 def test_a_page_of_an_allowed_site(strict: Server) -> None:

@@ -129,11 +129,13 @@ class Serving:
         """Whether nothing can be submitted any more: it was closed, or its device failed."""
         return self._closing
 
-    def submit(self, prompt: Any, **options: Any) -> Stream:
+    def submit(self, prompt: Any, *, namespace: str = "", **options: Any) -> Stream:
         """Return the reply to a prompt, which comes as it is iterated. Must be called in an event loop.
 
         Args:
             prompt: as for `Llama.generate`.
+            namespace: the KV cache of a text is used for others of the same namespace alone, so that how long a reply
+                takes says nothing of those of other namespaces.
             **options: `raw`, `number`, `template` and fields of `options.Sampling`, as for `Llama.generate`; besides,
                 `logprobs` may be asked for.
 
@@ -143,7 +145,7 @@ class Serving:
         stream = Stream(self, self._generation(prompt, **options))
 
         def add() -> None:
-            stream.sequence = self._scheduler.add(stream)
+            stream.sequence = self._scheduler.add(stream, namespace)
 
         if not self._ask(add):
             raise UserError(_CLOSED)
@@ -158,29 +160,31 @@ class Serving:
 
         self._ask(cancel)
 
-    def save_context(self, path: str | Path, ids: Sequence[int]) -> int:
+    def save_context(self, path: str | Path, ids: Sequence[int], namespace: str = "") -> int:
         """Write the longest beginning of a text that the cache remembers to a file; return its number of tokens.
 
         Raises UserError if it is empty, the file cannot be written, or sequences take turns.
         """
-        key = self._kept()
-        return int(self._between_steps(lambda: save(self._scheduler.cache, Path(path), key, ids)))
+        cache, key = self._scheduler.cache, self._kept()
+        return int(self._between_steps(lambda: save(cache, Path(path), key, ids, namespace)))
 
-    def load_context(self, path: str | Path) -> int:
+    def load_context(self, path: str | Path, namespace: str = "") -> int:
         """Remember what `save_context` wrote, until others need its blocks; return its number of tokens.
 
-        Raises UserError if the file cannot be used, has no room beside the sequences that run, or sequences take turns.
+        Raises UserError if the file cannot be used, is of another namespace, has no room beside the sequences that run,
+        or sequences take turns.
         """
-        key = self._kept()
-        return int(self._between_steps(lambda: load(self._scheduler.cache, Path(path), key)))
+        cache, key = self._scheduler.cache, self._kept()
+        return int(self._between_steps(lambda: load(cache, Path(path), key, namespace)))
 
-    def pin(self, ids: Sequence[int], keep: bool = True) -> int:
+    def pin(self, ids: Sequence[int], keep: bool = True, namespace: str = "") -> int:
         """Keep the beginning of a text that the cache remembers, or no longer; return its number of tokens.
 
         Raises UserError if sequences take turns.
         """
         self._kept()
-        return int(self._between_steps(lambda: self._scheduler.cache.tree.pin(ids, 1 if keep else -1)))
+        tree = self._scheduler.cache.tree
+        return int(self._between_steps(lambda: tree.pin(ids, 1 if keep else -1, namespace)))
 
     def _kept(self) -> Mapping[str, Any]:
         """Return the key of contexts on disk. Raises UserError where a text's tokens do not say what is cached."""

@@ -17,6 +17,7 @@ from llama_npu2.serve.anthropic import common as anthropic
 from llama_npu2.serve.anthropic import messages
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.gate import Door, Gate
+from llama_npu2.serve.keys import Keys
 from llama_npu2.serve.models import Models
 from llama_npu2.serve.openai import chat, completions
 from llama_npu2.serve.openai import common as openai
@@ -63,17 +64,17 @@ async def health(request: Request) -> Response:
 
 
 def guarded(
-    application: Application, key: str = "", hosts: Collection[str] = (), origins: Collection[str] = ()
+    application: Application, keys: Keys, hosts: Collection[str] = (), origins: Collection[str] = ()
 ) -> ASGIApp:
     """Return an application behind what every request passes first.
 
     Args:
         application: what answers.
-        key: what clients have to send; empty: nothing.
+        keys: of which clients have to send one.
         hosts: as for `Gate`.
         origins: as for `Gate`.
     """
-    app: ASGIApp = Door(application, key, refused)
+    app: ASGIApp = Door(application, keys, refused)
     if origins:
         app = CORSMiddleware(app, allow_origins=[*origins], allow_methods=["GET", "POST"], allow_headers=["*"])
     return Gate(app, hosts, origins, refused)

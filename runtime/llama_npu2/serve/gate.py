@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import sys
 import time
 import traceback
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama_npu2.errors import printable
 from llama_npu2.serve.failures import GoneError, RequestError
+from llama_npu2.serve.keys import Key, Keys, namespace
 
 Refusal = Callable[[str, RequestError], Response]
 """Makes the response to a request that is refused, of its path."""
@@ -79,16 +79,19 @@ class Gate:
 
 
 class Door:
-    """Lets those in who have the key, and answers what is refused further inside."""
+    """Lets those in who have a key, and answers what is refused further inside."""
 
-    def __init__(self, app: ASGIApp, key: str, refusal: Refusal) -> None:
-        """Args: `key` that clients have to send; empty: none."""
-        self._app, self._key, self._refusal = app, key.encode(), refusal
+    def __init__(self, app: ASGIApp, keys: Keys, refusal: Refusal) -> None:
+        """Args: `keys` of which clients have to send one."""
+        self._app, self._keys, self._refusal = app, keys, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if self._key and scope["path"] not in _OPEN:
-                self._check(Headers(scope=scope))
+            if self._keys and scope["path"] not in _OPEN:
+                key = self._key(Headers(scope=scope))
+                if self._keys.several:
+                    scope["key"] = key.name
+                    namespace.set(key.name)
             await self._app(scope, receive, send)
         except RequestError as error:
             await self._refusal(scope["path"], error)(scope, receive, send)
@@ -97,19 +100,21 @@ class Door:
             found = RequestError(error.status_code, what.get(error.status_code, error.detail), headers=error.headers)
             await self._refusal(scope["path"], found)(scope, receive, send)
 
-    def _check(self, headers: Mapping[str, str]) -> None:
+    def _key(self, headers: Mapping[str, str]) -> Key:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), self._key):
-            raise RequestError(
-                401,
-                "the key is wrong or missing: send the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+        if key := self._keys.found(given):
+            return key
+        raise RequestError(
+            401,
+            "the key is wrong or missing: send the header Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
 
 
 def _note(scope: Mapping[str, Any], status: int, seconds: float) -> None:
     path = printable(scope["path"][:_LONGEST])
-    more = "".join(f", {what}" for what in scope.get("noted", ()))
+    of = [f"key {scope['key']}"] if "key" in scope else []
+    more = "".join(f", {what}" for what in [*of, *scope.get("noted", ())])
     print(f"{scope['method']} {path} {status}, {seconds:.3f} s{more}", file=sys.stderr, flush=True)

@@ -18,10 +18,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.engine.llama import Llama
-from llama_npu2.errors import UserError, reason
+from llama_npu2.errors import UserError, printable, reason
 from llama_npu2.machine import available_memory
 from llama_npu2.options import Listening, OptionError
 from llama_npu2.serve.app import Application, guarded
+from llama_npu2.serve.keys import Keys
 from llama_npu2.serve.models import Keeping, Models
 
 _PATIENCE = 10.0
@@ -74,14 +75,14 @@ class Place:
 
     def __init__(self, options: Listening) -> None:
         """Raises UserError."""
-        self.options, self.key = options, _key(options)
+        self.options, self.keys = options, _keys(options)
         self._socket = _bound(options)
         self.shown = f"[{options.host}]" if ":" in options.host else options.host
         self.port: int = self._socket.getsockname()[1]
         loopback = _is_loopback(options.host)
         self.hosts = {*_LOCAL, self.shown.lower()} if loopback else set()
         """The names by which clients may ask for it; empty: any name."""
-        if not self.key and not loopback:
+        if not self.keys and not loopback:
             print("note: whoever reaches this machine may use the model: give --api-key-file", file=sys.stderr)
 
     def serve(self, directories: Sequence[Path], load: Callable[[Path], Llama]) -> None:
@@ -115,7 +116,7 @@ class Place:
         async with Models([llm.manifest, *others], self._keeping(load, bool(others))) as models:
             models.use(next(iter(models)), llm)
             application = Application(models, options.body << 20, options.keep_billing_header)
-            app = guarded(application, self.key, self.hosts, options.origin)
+            app = guarded(application, self.keys, self.hosts, options.origin)
             more = f"; on demand: {', '.join(model.name for model in [*models][1:])}" if others else ""
             where = f"http://{self.shown}:{self.port}/v1"
             server = _Server(_config(app), f"listening on {where} ({llm.description}{more})")
@@ -168,17 +169,20 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _key(options: Listening) -> str:
-    """Return the key in the file that the options name. Raises UserError."""
+def _keys(options: Listening) -> Keys:
+    """Return the keys in the file that the options name. Raises UserError."""
     if not options.api_key_file:
-        return ""
+        return Keys()
+    path = Path(options.api_key_file)
     try:
-        lines = Path(options.api_key_file).read_text().split()
+        keys, mode = Keys.parsed(path.read_text()), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError("api_key_file", options.api_key_file, f"{reason(error)}: give a text file") from None
-    if len(lines) != 1:
-        raise OptionError("api_key_file", options.api_key_file, "must hold one key, without spaces")
-    return lines[0]
+        raise OptionError("api_key_file", path, f"{reason(error)}: give a text file") from None
+    except ValueError as error:
+        raise OptionError("api_key_file", path, str(error)) from None
+    if mode & 0o077:
+        print(printable(f"note: others may read {path}: chmod 600 it"), file=sys.stderr)
+    return keys
 
 
 def _bound(options: Listening) -> socket.socket:

@@ -20,6 +20,7 @@ from llama_npu2.engine.serving import Serving, Stream
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
 from llama_npu2.serve.failures import RequestError, TooLongError
+from llama_npu2.serve.keys import namespace
 from llama_npu2.serve.tokens import Pieces
 from llama_npu2.text.chat_template import sources
 
@@ -289,7 +290,7 @@ class Model:
     def submit(self, ids: Sequence[int], sampling: Sampling, number: int) -> Stream:
         """Return the reply to a prompt. Raises RequestError."""
         try:
-            return self.engine.submit(ids, number=number, **vars(sampling))
+            return self.engine.submit(ids, namespace=namespace.get(), number=number, **vars(sampling))
         except UserError as error:
             if self.engine.closed:
                 raise RequestError(503, str(error)) from None

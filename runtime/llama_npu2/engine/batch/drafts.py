@@ -21,6 +21,8 @@ class Wanted(NamedTuple):
     """Its tokens so far. The list grows from step to step."""
     most: int
     """Tokens of a draft."""
+    namespace: str = ""
+    """As for `PrefixTree`."""
 
 
 @dataclass
@@ -104,7 +106,7 @@ class Drafts:
             length = min(text.modelled.length, each.most, room, LONGEST)
             seconds = length * model.seconds(len(left)) / len(left)
             if length > 0 and text.modelled.allows(len(each.ids), rows, length, seconds):
-                asked[number] = Asked(each.key, each.ids, length)
+                asked[number] = Asked(each.key, each.ids, length, each.namespace)
                 text.last = text.modelled
                 rows, room = rows + length, room - length
         for number, made in zip(asked, model.draft([*asked.values()]) if asked else (), strict=True):

@@ -24,9 +24,10 @@ class Node:
 
 
 class PrefixTree:
-    """A radix tree over blocks of tokens. It is a holder of the blocks of its nodes.
+    """A radix tree over blocks of tokens, one for each namespace. It is a holder of the blocks of its nodes.
 
     K and V of a position depend on the tokens up to it alone, so whoever begins with a node's path may use its blocks.
+    Who may not even learn what others have asked for has a namespace: nothing is found in that of another.
     """
 
     def __init__(self, pool: BlockPool, positions: int, least: int = 8) -> None:
@@ -38,32 +39,33 @@ class PrefixTree:
             least: how many tokens of a block must be shared for it to be worth a copy.
         """
         self._pool, self._positions, self._least = pool, positions, least
-        self._root = Node((), -1, None)
+        self._roots: dict[str, Node] = {}
         self._clock = count(1)
 
-    def match(self, ids: Sequence[int]) -> tuple[list[int], int]:
+    def match(self, ids: Sequence[int], namespace: str = "") -> tuple[list[int], int]:
         """Return the blocks that hold the longest beginning of `ids`, and its number of tokens.
 
         The last block may hold other tokens behind them: copy it before it is written. The caller is a holder of all of
         them from now on.
         """
-        path, matched = self._path(ids)
+        path, matched = self._path(ids, namespace)
         for node in path:
             node.used = next(self._clock)
         return [self._pool.share(node.block) for node in path], matched
 
-    def held(self, ids: Sequence[int]) -> list[int]:
+    def held(self, ids: Sequence[int], namespace: str = "") -> list[int]:
         """Return the blocks of `match`, without a holder more."""
-        return [node.block for node in self._path(ids)[0]]
+        return [node.block for node in self._path(ids, namespace)[0]]
 
-    def insert(self, ids: Sequence[int], table: list[int]) -> None:
+    def insert(self, ids: Sequence[int], table: list[int], namespace: str = "") -> None:
         """Remember the blocks of a processed text.
 
         Args:
             ids: its tokens; those behind the last full block are remembered, too.
             table: its blocks. One that the tree holds already with the same content is replaced by the tree's.
+            namespace: who may find them.
         """
-        node, size = self._root, self._positions
+        node, size = self._roots.setdefault(namespace, Node((), -1, None)), self._positions
         for at, start in enumerate(range(0, len(ids), size)):
             tokens = tuple(ids[start : start + size])
             child = node.children.get(tokens)
@@ -96,9 +98,9 @@ class PrefixTree:
         kept = set(apart_from)
         return sum(self._is_spare(node) and node.block not in kept for node in self._nodes())
 
-    def pin(self, ids: Sequence[int], by: int = 1) -> int:
+    def pin(self, ids: Sequence[int], by: int = 1, namespace: str = "") -> int:
         """Keep the blocks of the longest beginning of `ids`; with `by=-1`, give up that wish. Return its tokens."""
-        path, matched = self._path(ids)
+        path, matched = self._path(ids, namespace)
         for node in path:
             node.pins = max(node.pins + by, 0)
         return matched
@@ -108,8 +110,9 @@ class PrefixTree:
         """Number of blocks that the tree holds."""
         return sum(1 for _ in self._nodes())
 
-    def _path(self, ids: Sequence[int]) -> tuple[list[Node], int]:
-        node, path, matched, size = self._root, list[Node](), 0, self._positions
+    def _path(self, ids: Sequence[int], namespace: str) -> tuple[list[Node], int]:
+        path, matched, size = list[Node](), 0, self._positions
+        node = self._roots.get(namespace, Node((), -1, None))
         while child := node.children.get(tuple(ids[matched : matched + size])):
             node, matched = child, matched + len(child.tokens)
             path.append(node)
@@ -146,7 +149,7 @@ class PrefixTree:
         return not node.pins and self._pool.holders(node.block) == 1
 
     def _nodes(self) -> Iterator[Node]:
-        waiting = [*self._root.children.values()]
+        waiting = [child for root in self._roots.values() for child in root.children.values()]
         while waiting:
             node = waiting.pop()
             waiting += node.children.values()

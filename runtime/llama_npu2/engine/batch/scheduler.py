@@ -88,10 +88,14 @@ class Scheduler:
         """Whether there is a sequence."""
         return bool(self._waiting or self._running)
 
-    def add(self, growing: Growing) -> Sequence:
-        """Add a sequence, whose turn comes when there are blocks for it."""
+    def add(self, growing: Growing, namespace: str = "") -> Sequence:
+        """Add a sequence, whose turn comes when there are blocks for it.
+
+        Args:
+            namespace: of the prefix tree, as for `PrefixTree`.
+        """
         cut = self._turns.recipe.cut(len(growing.ids)) if self._turns else None
-        sequence = Sequence(growing.ids, growing, next(self._numbers), cut=cut)
+        sequence = Sequence(growing.ids, growing, next(self._numbers), namespace=namespace, cut=cut)
         self._waiting.append(sequence)
         return sequence
 
@@ -204,7 +208,8 @@ class Scheduler:
         if end >= len(sequence.ids):
             return False
         ahead = (other for other in self._running if other.order < sequence.order and other.pending > 1)
-        return any(other.done < end and other.ids[:end] == sequence.ids[:end] for other in ahead)
+        same = (other for other in ahead if other.namespace == sequence.namespace)
+        return any(other.done < end and other.ids[:end] == sequence.ids[:end] for other in same)
 
     def _swap_out(self, plan: list[Planned], wanting: Sequence) -> bool:
         """Take the blocks of the sequence that came last. Return whether `wanting` still runs."""
@@ -227,7 +232,7 @@ class Scheduler:
         if not self._drafts or not replies:
             return
         texts = [planned.sequence for planned in replies]
-        wanted = [Wanted(text, text.ids, self._context - len(text.ids)) for text in texts]
+        wanted = [Wanted(text, text.ids, self._context - len(text.ids), text.namespace) for text in texts]
         for planned, drafts in zip(replies, self._drafts.draft(wanted, self._rows - len(plan)), strict=True):
             if drafts and self.cache.reach(planned.sequence, 1 + len(drafts)):
                 planned.drafts = drafts

@@ -42,6 +42,8 @@ class Held:
     """All tokens. Others append to the list."""
     done: int = field(default=0, kw_only=True)
     table: list[int] = field(default_factory=list, kw_only=True)
+    namespace: str = field(default="", kw_only=True)
+    """Of the prefix tree: blocks are shared inside of it."""
 
     @property
     def pending(self) -> int:
@@ -120,7 +122,7 @@ class Cache:
 
     def reuse(self, sequence: Held) -> None:
         """Take blocks that hold more of a sequence's tokens than are done. Its last token is always left to process."""
-        table, matched = self.tree.match(sequence.keys(len(sequence.ids) - 1))
+        table, matched = self.tree.match(sequence.keys(len(sequence.ids) - 1), sequence.namespace)
         done = sequence.resumed(matched)
         if done <= sequence.done:
             self.drop(table)
@@ -170,7 +172,7 @@ class Cache:
     def remember(self, sequence: Held, partly: bool = False) -> None:
         """Put a sequence's full blocks into the tree; `partly`: the last one even if it is not full."""
         end = sequence.settled if partly else sequence.settled - sequence.settled % self.positions
-        self.tree.insert(sequence.keys(end), sequence.table)
+        self.tree.insert(sequence.keys(end), sequence.table, sequence.namespace)
 
     def give_up(self, sequence: Held, remember: bool = True) -> None:
         """Take a sequence's blocks from it. What they hold stays in the tree until others need the room."""
@@ -181,7 +183,7 @@ class Cache:
 
     def held(self, sequence: Held) -> list[int]:
         """Return the blocks that `reuse` would take."""
-        return self.tree.held(sequence.keys(len(sequence.ids) - 1))
+        return self.tree.held(sequence.keys(len(sequence.ids) - 1), sequence.namespace)
 
     def room(self, apart_from: Tokens[int] = ()) -> int:
         """Return how many blocks are free or can be made free, apart from some."""

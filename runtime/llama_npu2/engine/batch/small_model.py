@@ -26,6 +26,8 @@ class Asked(NamedTuple):
     """The text so far."""
     length: int
     """Tokens of the draft, at least one."""
+    namespace: str = ""
+    """As for `PrefixTree`."""
 
 
 @dataclass(eq=False)
@@ -123,7 +125,7 @@ class SmallModel:
 
     def _place(self, asked: Asked, most: int) -> int:
         """Find blocks for the next rows of a text and for its draft; return how many rows."""
-        text = self._texts.setdefault(asked.key, _Text(asked.ids))
+        text = self._texts.setdefault(asked.key, _Text(asked.ids, namespace=asked.namespace))
         text.catch_up()
         if not text.table:
             self.cache.reuse(text)
