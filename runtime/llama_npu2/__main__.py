@@ -41,7 +41,7 @@ GROUPS = (Sampling, Running, Answering, Listening, Once, Signers)
 COMMANDS = {
     "run": "generate text from a prompt; so does DIR PROMPT alone",
     "chat": "hold a conversation in the terminal",
-    "serve": "answer requests over HTTP: OpenAI's API, for one model or several",
+    "serve": "answer requests over HTTP: the APIs of OpenAI, Anthropic and Ollama",
     "embed": "turn texts into embeddings",
     "rerank": "order documents by their relevance to a query",
     "bench": "measure speed and memory, and the limits of the CPU",

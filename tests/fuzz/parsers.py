@@ -640,6 +640,10 @@ def _request(scratch: Path) -> Iterator[Run]:
     from llama_npu2.serve.body import checked, parsed
     from llama_npu2.serve.failures import RequestError
     from llama_npu2.serve.fields import closed
+    from llama_npu2.serve.ollama import chat as ollama
+    from llama_npu2.serve.ollama import generate
+    from llama_npu2.serve.ollama.common import patience
+    from llama_npu2.serve.ollama.common import sampling as of_ollama
     from llama_npu2.serve.openai import chat, completions
     from llama_npu2.serve.openai.common import sampling
     from llama_npu2.serve.openai.tools import tools_of
@@ -651,6 +655,12 @@ def _request(scratch: Path) -> Iterator[Run]:
                 turn = turn_of(checked(parsed(content), closed(*message_fields(1000))), False)
                 json.loads(turn.tools.schema() or "null")
                 json.dumps([turn.messages, turn.if_read]).encode()
+                return
+            if name.startswith("ollama"):
+                asked = checked(parsed(content), closed(*(generate if "generate" in name else ollama).fields(1000)))
+                json.loads(of_ollama(asked, 1000).schema or "null")
+                patience(asked)
+                json.dumps([ollama.for_template(asked.get("messages", [])), ollama.tools_of(asked).given]).encode()
                 return
             asked = checked(parsed(content), closed(*api.fields(1000)))
             sampling(asked, 1, None)

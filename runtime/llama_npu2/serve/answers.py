@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from llama_npu2.schema import Check
 from llama_npu2.serve.body import checked, read_json
-from llama_npu2.serve.events import COMMENT, EventStream, unless_gone
+from llama_npu2.serve.events import COMMENT, EVENTS, EventStream, unless_gone
 from llama_npu2.serve.fields import closed
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.models import Models
@@ -34,8 +34,15 @@ class Answer(Protocol):
         """Yield the answer as events, which say errors, too."""
 
 
-async def _answered(request: Request, answer: Answer, heartbeat: bytes) -> Response:
-    """Return the response. What goes wrong before the first event has a status. Raises RequestError, GoneError."""
+async def answered(request: Request, answer: Answer, heartbeat: bytes, media_type: str = EVENTS) -> Response:
+    """Return the response. What goes wrong before the first event has a status. Raises RequestError, GoneError.
+
+    Args:
+        request: what is answered.
+        answer: of the request.
+        heartbeat: as for `answering`.
+        media_type: of a stream.
+    """
     request.scope["noted"] = answer.replies.noted
     try:
         await unless_gone(request.receive, answer.start())
@@ -46,7 +53,7 @@ async def _answered(request: Request, answer: Answer, heartbeat: bytes) -> Respo
     except BaseException:
         answer.replies.close()
         raise
-    return EventStream(answer.events(), answer.replies.close, heartbeat)
+    return EventStream(answer.events(), answer.replies.close, heartbeat, media_type)
 
 
 Fields = tuple[Mapping[str, Check], Mapping[str, Check]]
@@ -69,7 +76,7 @@ def answering(
         model = of_request(request, value)
         asked = checked(value, closed(*fields(model.vocabulary)))
         await ready(request, model)
-        return await _answered(request, make(model, asked), heartbeat)
+        return await answered(request, make(model, asked), heartbeat)
 
     return answer
 

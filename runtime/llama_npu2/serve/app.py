@@ -19,6 +19,10 @@ from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.gate import Door, Gate
 from llama_npu2.serve.keys import Keys
 from llama_npu2.serve.models import Models
+from llama_npu2.serve.ollama import chat as ollama_chat
+from llama_npu2.serve.ollama import common as ollama
+from llama_npu2.serve.ollama import generate
+from llama_npu2.serve.ollama import models as ollama_models
 from llama_npu2.serve.openai import chat, completions
 from llama_npu2.serve.openai import common as openai
 from llama_npu2.serve.openai import models as openai_models
@@ -26,6 +30,7 @@ from llama_npu2.serve.openai import models as openai_models
 _ERRORS: Mapping[str, Callable[[RequestError], dict[str, Any]]] = {
     "/": openai.error_of,
     messages.PATH: anthropic.error_of,
+    "/api/": ollama.error_of,
 }
 """What makes the body of an error, by the beginning of an API's paths; the longest beginning counts."""
 
@@ -46,7 +51,7 @@ class Application:
         """
         self.models, self.most_bytes = models, most_bytes
         routes = [Route("/health", health, methods=["GET"])]
-        for api in (openai_models, chat, completions, tokenize, metrics):
+        for api in (openai_models, chat, completions, ollama_chat, generate, ollama_models, tokenize, metrics):
             routes += api.ROUTES
         routes += messages.routes(keeps_billing_header)
         self._router = Router(routes, redirect_slashes=False)

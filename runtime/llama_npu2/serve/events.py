@@ -60,20 +60,29 @@ async def _kept_alive(events: AsyncIterator[bytes], heartbeat: bytes) -> AsyncGe
             await asyncio.gather(coming, return_exceptions=True)
 
 
+EVENTS = "text/event-stream"
+"""The media type of server-sent events."""
+
+
 class EventStream(Response):
     """Events that a generator makes."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None], heartbeat: bytes = COMMENT) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        close: Callable[[], None],
+        heartbeat: bytes = COMMENT,
+        media_type: str = EVENTS,
+    ) -> None:
         """Set it up.
 
         Args:
             events: makes them.
             close: is called once nobody reads any more, however that comes.
             heartbeat: what is sent whenever no event has come for a while.
+            media_type: of the events together.
         """
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close, self._heartbeat = events, close, heartbeat
 
@@ -97,6 +106,10 @@ class EventStream(Response):
 
 def event(value: Any, name: str = "") -> bytes:
     """Return a server-sent event with a JSON value, and with a name if there is one."""
-    said = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {said}\n\n".encode()
+    return f"{head}data: ".encode() + line(value) + b"\n"
+
+
+def line(value: Any) -> bytes:
+    """Return a line with a JSON value."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llama_npu2.errors import closest
-from llama_npu2.schema import Check, Invalid, inside, list_of, string
+from llama_npu2.schema import Check, Invalid, inside, list_of, string, text
 
 MOST_DEPTH = 64
 """How deeply lists and objects of a request may lie in one another."""
 MOST_TOKENS = 1 << 30
 MOST_MESSAGES, MOST_PARTS = 4096, 1024
 """Most messages of a request, and most parts that one may consist of."""
+MOST_TOOLS, MOST_CALLS = 128, 128
+"""Most tools of a request, and most calls in a message."""
 MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_BIASES = 1024
 
@@ -115,6 +117,10 @@ def json_schema(value: Any) -> None:
     """Check that a value may be a JSON schema."""
     if type(value) not in (dict, bool):
         raise Invalid(value, "a JSON schema: an object, true or false")
+
+
+tool_name: Check = text(r"[A-Za-z0-9_.-]{1,64}", "a name of letters, digits, _, . and -")
+"""Checks the name of a tool."""
 
 
 def stop_text(value: Any) -> None:

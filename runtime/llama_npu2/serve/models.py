@@ -84,6 +84,12 @@ class Models:
     def _takes(self, model: Model) -> str:
         return f"{model.name} takes {_mib(model.memory)} of memory, models have {_mib(self._keeping.memory)}"
 
+    def expire(self, model: Model) -> None:
+        """Unload a model as soon as no request holds it."""
+        model.keep_alive = 0.0
+        if not model.holds:
+            self.rest(model)
+
     async def load(self, model: Model) -> None:
         """Load a model, once for all requests that wait for it. Raises RequestError."""
         if model.name not in self._loading:

@@ -6,15 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_npu2.schema import Check, Invalid, flag, list_of, one_of, string, text
+from llama_npu2.schema import Check, Invalid, flag, list_of, one_of, string
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import closed, json_object, left_out
+from llama_npu2.serve.fields import MOST_CALLS, MOST_TOOLS, closed, json_object, left_out, tool_name
 from llama_npu2.serve.tools import Choice, ToolCall, Tools
-
-MOST_TOOLS, MOST_CALLS = 128, 128
-
-tool_name = text(r"[A-Za-z0-9_.-]{1,64}", "a name of letters, digits, _, . and -")
-
 
 _function_type = one_of("function")
 tools: Check = list_of(
