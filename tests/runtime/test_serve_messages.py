@@ -383,6 +383,62 @@ def test_thinking(caller: anthropic.Anthropic, streamed: bool, thinking: Any, ki
     assert grown == (3 if thought else 0), "the thought is one token between two marks"
 
 
+def by_claude_code(turn: int, *messages: Any) -> dict[str, Any]:
+    """A request with the fields that version 2.1.197 sends, in its order."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    reminder = "<system-reminder>\nToday is a day.\n</system-reminder>\n\n"
+    return {
+        "model": "caller",
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": reminder}, {"type": "text", "text": "Go.", **cached}],
+            },
+            {"role": "system", "content": "Available agent types for the Agent tool: none"},
+            *messages,
+        ],
+        "system": [
+            {"type": "text", "text": HEADER.format(turn, f"{turn:05x}")},
+            {"type": "text", "text": "You are an agent.", **cached},
+            {"type": "text", "text": f"\n{STORY}", **cached},
+        ],
+        "tools": [{"name": each["name"], "description": "", "input_schema": CITY} for each in (WEATHER, CLOCK)],
+        "metadata": {"user_id": '{"device_id":"0","session_id":"1"}'},
+        "max_tokens": 32000,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+        "temperature": 0,
+    }
+
+
+def test_a_conversation_as_claude_code_has_it(calling: Server) -> None:
+    def said(turn: int, *messages: Any) -> tuple[list[Any], dict[str, Any]]:
+        found = calling.ask(f"{PATH}?beta=true", by_claude_code(turn, *messages), Anthropic_Beta="a-2025-01-01,b")
+        assert found.status == 200, found.content
+        events = events_of(found.content)
+        whole: list[Any] = [each["content_block"] for each in events if each["type"] == "content_block_start"]
+        for each in events:
+            if each["type"] == "content_block_delta" and each["delta"]["type"] == "input_json_delta":
+                whole[each["index"]]["input"] = json.loads(each["delta"]["partial_json"])
+        assert events[-2]["context_management"] == {"applied_edits": []}
+        return whole, events[-2]["usage"]
+
+    (thought, call), first = said(1)
+    assert (thought["type"], call["name"], call["input"]) == ("thinking", "get_weather", ARGUMENTS)
+    thought |= {"thinking": THOUGHT, "signature": "x"}
+    result = answered(call["id"], is_error=False, cache_control={"type": "ephemeral"})
+    _, used = said(2, {"role": "assistant", "content": [thought, call]}, result)
+    before = first["input_tokens"] + first["cache_read_input_tokens"]
+    assert used["cache_read_input_tokens"] >= 0.95 * before > 500
+    counting = {name: by_claude_code(3)[name] for name in ("model", "messages", "tools")}
+    counted = calling.ask(
+        f"{COUNT_PATH}?beta=true", counting | {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    )
+    assert 0 < counted.json["input_tokens"] < before
+
+
 def tokens_of(usage: anthropic.types.Usage) -> int:
     return usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
@@ -413,7 +469,7 @@ def user(*blocks: Any) -> dict[str, Any]:
 
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "1"}
-THOUGHT = {"type": "thinking", "thinking": "so"}
+OF_ASSISTANT = {"type": "thinking", "thinking": "so"}
 JSON = {"type": "json_schema", "schema": {"type": "object"}}
 
 REFUSED: list[tuple[Any, str]] = [
@@ -432,7 +488,7 @@ REFUSED: list[tuple[Any, str]] = [
     (asked(**user({"type": "text", "text": "x", "citations": []})), "no citations"),
     (asked(**user({"type": "text", "text": "x", "cache_control": {"type": "forever"}})), "cache_control.type"),
     (asked(**user({"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "2h"}})), "ttl"),
-    (asked(**user(THOUGHT)), "one of text, tool_result"),
+    (asked(**user(OF_ASSISTANT)), "one of text, tool_result"),
     (asked(**user(RESULT)), "messages[0].content[0].tool_use_id: no message before has a call"),
     (asked(**user(RESULT | {"content": [{"type": "image"}]})), "messages[0].content[0].content[0].type"),
     (asked(**user(RESULT | {"is_error": "yes"})), "is_error"),

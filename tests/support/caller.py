@@ -10,6 +10,7 @@ decides what follows the beginning of a reply.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,14 +45,20 @@ TEMPLATE = """
 {%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"""
 
 
-def write_caller(directory: Path) -> None:
-    """Write the checkpoint."""
+def write_caller(directory: Path, call: Sequence[str] = CALL, context: int = 4096) -> None:
+    """Write the checkpoint.
+
+    Args:
+        directory: where it is written.
+        call: the call of a tool that it writes, each part one token.
+        context: the most tokens of prompt and reply.
+    """
     directory.mkdir(parents=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: at for at, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(text) for text in (OPEN, CLOSE, *CALL, ANSWER, THINK, THOUGHT, THOUGHT_OUT)])
+    tokenizer.add_tokens([AddedToken(text) for text in (OPEN, CLOSE, *call, ANSWER, THINK, THOUGHT, THOUGHT_OUT)])
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True) for text in (TOOLS, RESULT, REPLY, END, "<|user|>", "<|system|>")]
     )
@@ -71,7 +78,7 @@ def write_caller(directory: Path) -> None:
         "num_key_value_heads": 1,
         "head_dim": 16,
         "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": context,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e9,
         "tie_word_embeddings": False,
@@ -91,7 +98,7 @@ def write_caller(directory: Path) -> None:
         tensors[f"{attention}.k_proj.weight"][slowest, ids[text]] = key
         tensors[f"{attention}.v_proj.weight"][value, ids[text]] = 1 / 16
         tensors[f"{attention}.o_proj.weight"][found, value] = 1
-    follows = [(OPEN, CALL[0]), *pairwise(CALL), (CALL[-1], CLOSE), (CLOSE, END), (ANSWER, END)]
+    follows = [(OPEN, call[0]), *pairwise(call), (call[-1], CLOSE), (CLOSE, END), (ANSWER, END)]
     follows += [(THINK, THOUGHT), (THOUGHT, THOUGHT_OUT)]
     head = tensors["lm_head.weight"]
     for text, after in follows:

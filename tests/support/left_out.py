@@ -13,6 +13,7 @@ import pytest
 NOT_ASKED_FOR = {
     "thorough": "more cases, and long builds, minutes: pytest -m thorough",
     "slow": "takes minutes: pytest -m slow",
+    "clients": "programs of others with the server, minutes: pytest -m clients",
     "long": "too long for every run: see CONTRIBUTING.md for its command",
     "toolchain": "the real MLIR-AIR passes, minutes: pytest -m toolchain",
 }
