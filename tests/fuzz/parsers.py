@@ -635,6 +635,7 @@ _COMMANDS = ("run", "compile", "why", "gc", "pull")
 @contextlib.contextmanager
 def _request(scratch: Path) -> Iterator[Run]:
     """A body of a request, as far as it comes before the model: what passes makes options of a reply."""
+    from llama_npu2.serve import rerank
     from llama_npu2.serve.anthropic.fields import message_fields
     from llama_npu2.serve.anthropic.messages import turn_of
     from llama_npu2.serve.body import checked, parsed
@@ -644,12 +645,14 @@ def _request(scratch: Path) -> Iterator[Run]:
     from llama_npu2.serve.ollama import generate
     from llama_npu2.serve.ollama.common import patience
     from llama_npu2.serve.ollama.common import sampling as of_ollama
-    from llama_npu2.serve.openai import chat, completions
+    from llama_npu2.serve.openai import chat, completions, embeddings
     from llama_npu2.serve.openai.common import sampling
     from llama_npu2.serve.openai.tools import tools_of
 
+    others = {"completion": completions, "embeddings": embeddings, "rerank": rerank}
+
     def run(name: str, content: bytes) -> None:
-        api = completions if name.startswith("completion") else chat
+        api = others.get(Path(name).stem, chat)
         try:
             if name.startswith("message"):
                 turn = turn_of(checked(parsed(content), closed(*message_fields(1000))), False)

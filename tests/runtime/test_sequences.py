@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from llama_npu2.engine.batch import prefix_tree, sequence
+from llama_npu2.engine.batch import prefix_tree, scheduler, sequence
 from llama_npu2.engine.batch.drafts import Drafts, Wanted
 from llama_npu2.engine.batch.gain import LONGEST
 from llama_npu2.engine.batch.lookup import Lookup
@@ -18,7 +18,7 @@ from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.batch.pool import BlockPool
 from llama_npu2.engine.batch.prefix_tree import PrefixTree
 from llama_npu2.engine.batch.scheduler import Scheduler
-from llama_npu2.engine.batch.sequence import Counts, Sequence
+from llama_npu2.engine.batch.sequence import Counts
 from llama_npu2.engine.batch.small_model import Asked, SmallModel
 from llama_npu2.errors import UserError
 from tests.support.hashed_steps import POSITIONS, VOCAB, HashedSteps, logits_after
@@ -39,10 +39,15 @@ class Drawn:
     ended: list[Exception | None] = field(default_factory=list)
     processed: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
+    replies, hidden = True, False
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
         self._random = random.Random(self.seed)
+
+    @property
+    def wanted_from(self) -> int:
+        return len(self.ids) - 1
 
     @property
     def finished(self) -> bool:
@@ -67,6 +72,38 @@ class Drawn:
         return other
 
 
+@dataclass
+class Processed:
+    """A text that is not continued: what follows its tokens from one on, or the hidden state after the last."""
+
+    ids: list[int]
+    first: int
+    hidden: bool = False
+    ended: list[Exception | None] = field(default_factory=list)
+    processed: list[int] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+    replies = False
+
+    @property
+    def wanted_from(self) -> int:
+        return self.first + len(self.rows)
+
+    @property
+    def finished(self) -> bool:
+        return self.wanted_from == len(self.ids)
+
+    def take(self, row: np.ndarray) -> None:
+        assert not self.finished
+        self.rows.append(row.copy())
+
+    start, end = Drawn.start, Drawn.end
+
+    def alone(self) -> Processed:
+        sign = -1 if self.hidden else 1
+        rows = [sign * logits_after(self.ids[: end + 1]) for end in range(self.first, len(self.ids))]
+        return Processed(self.ids, self.first, self.hidden, rows=rows)
+
+
 def clock_of(seconds: float) -> Callable[[], float]:
     """A clock in which that much time passes from call to call."""
     return (seconds * tick for tick in range(10**9)).__next__
@@ -81,14 +118,22 @@ def scheduled(steps: HashedSteps, **options: Any) -> Scheduler:
     return Scheduler(steps, POSITIONS, **usual | options)
 
 
-def checked(replies: list[Drawn], cancelled: set[int]) -> None:
+def checked(replies: Sequence[Drawn | Processed], cancelled: set[int]) -> None:
     for number, reply in enumerate(replies):
         alone = reply.alone()
         count = len(reply.ids)
         assert reply.ids == alone.ids[:count]
         assert all(map(np.array_equal, reply.rows, alone.rows))
         if number not in cancelled:
-            assert count == len(alone.ids) and reply.ended == [None]
+            assert count == len(alone.ids) and len(reply.rows) == len(alone.rows) and reply.ended == [None]
+
+
+def drawn(draw: random.Random, prompt: list[int], seed: int) -> Drawn | Processed:
+    """What is asked of a prompt: most often a reply."""
+    kind = draw.random()
+    if kind < 0.15:
+        return Processed(prompt, draw.randrange(len(prompt)))
+    return Processed(prompt, len(prompt) - 1, True) if kind < 0.3 else Drawn(prompt, seed, draw.randint(1, 30))
 
 
 def schedule(seed: int) -> Counts:
@@ -98,7 +143,7 @@ def schedule(seed: int) -> Counts:
     model = small_model(draw.choice([13, 30, 90]), clock_of(1)) if draw.random() < 0.5 else None
     work = scheduled(steps, rows=draw.choice([3, 7, 12, 40]), speculate=draw.random() < 0.7, model=model)
     asked = prompts(draw, draw.randint(2, 12), VOCAB, 60)
-    replies = [Drawn(prompt, seed * 100 + at, draw.randint(1, 30)) for at, prompt in enumerate(asked)]
+    replies = [drawn(draw, prompt, seed * 100 + at) for at, prompt in enumerate(asked)]
     cancelled = run(draw, work, replies)
     checked(replies, cancelled)
     assert max(steps.rows) <= work._rows
@@ -134,9 +179,9 @@ def never_freed(patch: pytest.MonkeyPatch) -> None:
 
 
 def last_token_kept(patch: pytest.MonkeyPatch) -> None:
-    def give_up(self: sequence.Cache, one: Sequence, remember: bool = True) -> None:
-        self.reach(one, 1)
-        one.done = min(one.done + 1, len(one.ids))
+    def give_up(self: sequence.Cache, one: sequence.Sequence, remember: bool = True) -> None:
+        if self.reach(one, 1):
+            one.done = min(one.done + 1, len(one.ids))
         real(self, one, remember)
 
     real = sequence.Cache.give_up
@@ -213,6 +258,29 @@ def test_prompts_take_turns() -> None:
         work.step()
     assert short.ended == [None] and not any(reply.ended for reply in long)
     drain(work)
+
+
+def test_few_rows_of_a_step_have_logits_where_texts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a reply beside them does not wait for long, and their logits do not fill the memory."""
+    monkeypatch.setattr(scheduler, "_MOST_WANTED", 5)
+    steps = HashedSteps(80)
+    work = scheduled(steps, rows=40, speculate=False)
+    talking = Drawn([1, 2], 0, 60)
+    texts = [Processed([(at + number) % VOCAB for at in range(40)], 10) for number in range(3)]
+    work.add(talking)
+    work.step()
+    for text in texts:
+        work.add(text)
+    work.step()
+    assert steps.rows[-1] == 17 and steps.wanted[-1] == 6 and len(talking.ids) == 4
+    drain(work)
+    checked([talking, *texts], set())
+    assert max(steps.wanted) == 6
+    again = Processed(texts[0].ids, 30)
+    work.add(again)
+    drain(work)
+    checked([again], set())
+    assert again.processed == [10], "what comes before the tokens that count is in the cache"
 
 
 @pytest.mark.parametrize("after", range(5))

@@ -66,9 +66,15 @@ def _mixed(numbers: np.ndarray) -> np.int64:
 class Reply:
     """Takes the most likely token, up to a number of them."""
 
+    replies, hidden = True, False
+
     def __init__(self, prompt: list[int], count: int) -> None:
         self.ids, self.rows, self._count = list(prompt), list[np.ndarray](), count
         self.errors: list[Exception | None] = []
+
+    @property
+    def wanted_from(self) -> int:
+        return len(self.ids) - 1
 
     @property
     def finished(self) -> bool:

@@ -20,6 +20,8 @@ class HashedSteps:
         self._blocks = blocks
         self.cells = np.full((blocks, POSITIONS), -1, np.int64)
         self.rows: list[int] = []
+        self.wanted: list[int] = []
+        self.hidden = np.empty((0, VOCAB), np.float32)
 
     @property
     def blocks(self) -> int:
@@ -36,6 +38,8 @@ class HashedSteps:
         tables = [block for run in runs for block in set(run.blocks)]
         assert all(tables.count(block) == 1 for block in written), "rows are stored in a block of two tables"
         self.rows.append(sum(len(run.tokens) for run in runs))
+        self.wanted.append(sum(run.logits for run in runs))
+        self.hidden = np.array([-self._logits(run._replace(logits=1))[0] for run in runs if run.hidden], np.float32)
         return np.array([row for run in runs for row in self._logits(run)], np.float32).reshape(-1, VOCAB)
 
     def _logits(self, run: Run) -> list[np.ndarray]:

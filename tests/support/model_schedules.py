@@ -19,10 +19,16 @@ from tests.support.schedules import all_back, prompts, run
 class Reply:
     """A reply with the logits of each of its tokens."""
 
+    replies, hidden = True, False
+
     def __init__(self, generation: Generation) -> None:
         self.generation, self.ids = generation, generation.ids
         self.rows: list[np.ndarray] = []
         self.errors: list[Exception | None] = []
+
+    @property
+    def wanted_from(self) -> int:
+        return len(self.ids) - 1
 
     @property
     def finished(self) -> bool:

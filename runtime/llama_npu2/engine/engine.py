@@ -120,7 +120,7 @@ class Engine:
 
         prepared: dict[Phase, Any] = {**self._phases}
         layers, token, row_logits = prepared[PREFILL_CHUNK], prepared[DECODE], self._row_logits(PREFILL)
-        return NativeSteps(self.memory, layers, row_logits, token, self._logits, self._blocks)
+        return NativeSteps(self.memory, layers, row_logits, self._row_hidden, token, self._logits, self._blocks)
 
     @cached_property
     def turns(self) -> TurnSteps:
@@ -224,12 +224,31 @@ class Engine:
     def _headless(self, phase: Phase) -> Submission:
         """Return the calls of a prefill up to the last norm, after which its output is where it was written."""
         if phase not in self._without_head:
-            plan = self.manifest.plans[phase]
-            last = next((number for number, call in enumerate(plan) if _HIDDEN in call.names), None)
-            if last is None or not self.manifest.programs[plan[last].program]["host"]:
-                raise UserError(f"{phase}: no program of the host computes the last norm: {REMEDY}")
-            self._without_head[phase] = self.device.prepare(self.calls[phase][: last + 1])
+            self._without_head[phase] = self.device.prepare(self.calls[phase][: self._last_norm(phase) + 1])
         return self._without_head[phase]
+
+    def _last_norm(self, phase: Phase) -> int:
+        """Return which call of a phase computes the last norm. Raises UserError if the host computes it in none."""
+        plan = self.manifest.plans[phase]
+        found = next((number for number, call in enumerate(plan) if _HIDDEN in call.names), None)
+        if found is None or not self.manifest.programs[plan[found].program]["host"]:
+            raise UserError(f"{phase}: no program of the host computes the last norm: {REMEDY}")
+        return found
+
+    def _after_layers(self, phase: Phase) -> int:
+        """Return which call of a phase is the first one after those of its layers."""
+        layers = [number for number, call in enumerate(self.manifest.plans[phase]) if call.layer is not None]
+        return max(layers, default=-1) + 1
+
+    @cached_property
+    def _norm_of_row(self) -> Submission:
+        calls = slice(self._after_layers(PREFILL), self._last_norm(PREFILL) + 1)
+        return self.device.prepare(self.calls[PREFILL][calls])
+
+    def _row_hidden(self, row: int) -> np.ndarray:
+        """Return the last norm's output of a row that a prompt's layers have processed, `[hidden size]`."""
+        self._norm_of_row.run(row + 1, 0)
+        return self.memory.latest(_HIDDEN)
 
     def _keep(self, ids: list[int]) -> int:
         """Forget the cached tokens that `ids` does not begin with, and those that are not worth keeping.
@@ -296,8 +315,7 @@ class Engine:
         given, so a run with fewer rows gives an earlier row's logits.
         """
         phase = PREFILL if phase == PREFILL_CHUNK else phase
-        layers = [number for number, call in enumerate(self.manifest.plans[phase]) if call.layer is not None]
-        last = self.device.prepare(self.calls[phase][max(layers, default=-1) + 1 :])
+        last = self.device.prepare(self.calls[phase][self._after_layers(phase) :])
         several = logits_phase(self.manifest)
         return RowLogits(
             last,

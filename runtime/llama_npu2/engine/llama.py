@@ -222,11 +222,16 @@ class Llama(Engine):
         Raises:
             UserError: if the model makes no embeddings of a last token, or a text is too long.
         """
-        normalised = check_pooling(self.manifest.storage)
+        embedding = self.embedding(dimensions, instruction)
         texts = [texts] if isinstance(texts, str) else texts
-        ids = [self._tokenised(retrieval.embedded_text(text, instruction), special_tokens=True) for text in texts]
-        rows = [retrieval.finished(self._hidden_after(text), dimensions, normalised) for text in ids]
-        return np.stack(rows) if rows else np.empty((0, dimensions or self.manifest.model["emb"]), np.float32)
+        ids = [self._tokenised(embedding.text(text), special_tokens=True) for text in texts]
+        rows = [embedding.of(self._hidden_after(text)) for text in ids]
+        return np.stack(rows) if rows else np.empty((0, embedding.dimensions), np.float32)
+
+    def embedding(self, dimensions: int = 0, instruction: str = "") -> retrieval.Embedding:
+        """Return how texts are embedded, with arguments and errors as for `embed`."""
+        normalised = check_pooling(self.manifest.storage)
+        return retrieval.Embedding(self.manifest.model["emb"], normalised, dimensions, instruction)
 
     def rerank(self, query: str, documents: Sequence[str], instruction: str = "") -> list[retrieval.Ranked]:
         """Return documents with their relevance to a query, the most relevant ones first.
@@ -241,11 +246,9 @@ class Llama(Engine):
         Raises:
             UserError: if the model has no such prompt, or a document is too long.
         """
-        yes, no = retrieval.answers(self.tokenizer)
-        prompts = retrieval.pairs(self.tokenizer, query, documents, instruction)
-        scores = [retrieval.relevance(self._logits_after(ids), yes, no) for ids in prompts]
-        found = [retrieval.Ranked(at, score, documents[at]) for at, score in enumerate(scores)]
-        return sorted(found, key=lambda each: -each.score)
+        relevance = retrieval.Relevance(self.tokenizer, query, instruction)
+        scores = [relevance.of(self._logits_after(relevance.prompt(document))) for document in documents]
+        return retrieval.ranked(scores, documents)
 
     def _check_prompt(self, prompt: Prompt) -> None:
         """Check that a prompt is what `encode` takes. Raises TypeError, UserError."""
@@ -392,7 +395,8 @@ class Llama(Engine):
         steps = turns or self.steps
         model = self._drafting.model if self._drafting else None
         work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, self.context_length, speculate, model=model, turns=turns)
-        self._serving = Serving(work, self._asked, self._context_key if self.holds_many else None, self._unserved)
+        key = self._context_key if self.holds_many else None
+        self._serving = Serving(work, self._asked, self._checked, key, self._unserved)
         return self._serving
 
     def save_context(self, path: str | Path) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -25,6 +25,7 @@ class NativeSteps:
         memory: Memory,
         layers: CpuSubmission,
         row_logits: RowLogits,
+        row_hidden: Callable[[int], np.ndarray],
         token: CpuSubmission,
         logits: np.ndarray,
         blocks: int,
@@ -35,12 +36,15 @@ class NativeSteps:
             memory: the engine's buffers.
             layers: processes rows up to the last layer.
             row_logits: computes the logits of these rows.
+            row_hidden: computes the last norm's output of one of these rows.
             token: processes a row, with its logits.
             logits: f32 `[vocab]`, where `token` writes them.
             blocks: how many blocks of the caches may be used.
         """
         self.blocks = blocks
-        self._memory, self._layers, self._row_logits, self._token = memory, layers, row_logits, token
+        self._memory, self._layers, self._token = memory, layers, token
+        self._row_logits, self._row_hidden = row_logits, row_hidden
+        self.hidden = np.empty((0, 0))
         self._tokens, self._logits = memory.array("tokens"), logits
 
     @property
@@ -62,10 +66,13 @@ class NativeSteps:
         if ids.min() < 0 or ids.max() >= len(self._logits):
             raise ValueError(f"a token is outside the vocabulary of {len(self._logits)}")
         self._tokens[: len(ids)] = ids
-        if len(ids) == 1 and runs[0].logits:
+        if len(ids) == 1 and runs[0].logits and not runs[0].hidden:
             self._token.run_rows(rows)
             return self._logits[None].copy()
         self._layers.run_rows(rows)
+        ends = accumulate(len(run.tokens) for run in runs)
+        hidden = [self._row_hidden(end - 1) for run, end in zip(runs, ends, strict=True) if run.hidden]
+        self.hidden = np.stack(hidden) if hidden else np.empty((0, 0))
         wanted = list(_rows_with_logits(runs))
         logits = np.empty((len(wanted), len(self._logits)), np.float32)
         for out, computed in zip(logits, self._row_logits.of(wanted), strict=True):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -21,11 +23,25 @@ from llama_npu2.text.replies import Kind, Piece
 _CLOSED = "the engine is closed: open another one with llm.engine()"
 
 
+Result = TypeVar("Result")
+
+
+@dataclass
+class Read(Generic[Result]):
+    """What a text was read for."""
+
+    found: list[Result] = field(default_factory=list)
+    processed: int = 0
+    """Tokens that were processed: blocks held the others."""
+
+
 class Stream(AsyncIterator[str]):
     """A reply as it comes. Iterating yields the pieces of the answer, of whole UTF-8 characters.
 
     What has come is in `completion`. Belongs to the event loop in which it was made.
     """
+
+    replies, hidden = True, False
 
     def __init__(self, serving: Serving, generation: Generation) -> None:
         self.completion: Completion = generation.completion
@@ -71,6 +87,11 @@ class Stream(AsyncIterator[str]):
         """Whether the last token was chosen."""
         return self._generation.finished
 
+    @property
+    def wanted_from(self) -> int:
+        """The last token so far: what follows it is chosen next."""
+        return len(self.ids) - 1
+
     def start(self, processed: int) -> None:
         """Note how many tokens of the prompt were processed."""
         stats = self.completion.stats
@@ -95,6 +116,44 @@ class Stream(AsyncIterator[str]):
             self._serving.cancel(self)
 
 
+class _Reading(Generic[Result]):
+    """A text that is processed and not continued: something is computed from what follows its tokens."""
+
+    replies = False
+
+    def __init__(self, ids: list[int], compute: Callable[[int, np.ndarray], Result], first: int, hidden: bool) -> None:
+        self.ids, self.hidden = ids, hidden
+        self.read = Read[Result]()
+        self._compute, self._first = compute, first
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def wanted_from(self) -> int:
+        return self._first + len(self.read.found)
+
+    @property
+    def finished(self) -> bool:
+        return self.wanted_from == len(self.ids)
+
+    def take(self, row: np.ndarray) -> None:
+        self.read.found.append(self._compute(self.wanted_from, row))
+
+    def start(self, processed: int) -> None:
+        self.read.processed = processed
+
+    def end(self, error: Exception | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            if error is None:
+                self.ended.set_result(None)
+            else:
+                self.ended.set_exception(error)
+
+
 class Serving:
     """A thread that runs the steps of a scheduler, and takes sequences from any event loop."""
 
@@ -102,6 +161,7 @@ class Serving:
         self,
         scheduler: Scheduler,
         generation: Callable[..., Generation],
+        checked: Callable[[Sequence[int]], list[int]],
         key: Mapping[str, Any] | None,
         closed: Callable[[], Any],
     ) -> None:
@@ -110,10 +170,12 @@ class Serving:
         Args:
             scheduler: whose steps it runs.
             generation: makes a reply to a prompt.
+            checked: returns the tokens of a text that is only read, or raises UserError.
             key: of contexts on disk; None where the cache does not know texts by their tokens alone.
             closed: called once the thread has ended.
         """
-        self._scheduler, self._generation, self._key, self._closed = scheduler, generation, key, closed
+        self._scheduler, self._generation, self._checked = scheduler, generation, checked
+        self._key, self._closed = key, closed
         self._asked: list[Callable[[], Any]] = []
         self._changed, self._closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="llama-npu2 steps", daemon=True)
@@ -150,6 +212,45 @@ class Serving:
         if not self._ask(add):
             raise UserError(_CLOSED)
         return stream
+
+    async def read(
+        self,
+        ids: Sequence[int],
+        compute: Callable[[int, np.ndarray], Result],
+        first: int = -1,
+        hidden: bool = False,
+    ) -> Read[Result]:
+        """Return what a function computes of what follows the tokens of a text, beside replies and other texts.
+
+        Who cancels this ends it before the next step.
+
+        Args:
+            ids: the text's tokens.
+            compute: gets, in the thread of the steps, the number of each token from `first` on, and the float32 logits
+                `[vocab]` after it, which are valid during the call.
+            first: the number of a token; -1: the last one.
+            hidden: whether the function gets the last norm's output `[hidden size]` instead. Only of the last token.
+
+        Raises:
+            UserError: if there are no tokens or too many, if one is outside the vocabulary, if the engine is closed, or
+                for other rows than the last one's logits where sequences take turns.
+        """
+        checked = self._checked(ids)
+        first = first if first >= 0 else len(checked) - 1
+        if not (first == len(checked) - 1 if hidden else first < len(checked)):
+            raise UserError(f"first={first}: must be a token of {len(checked)}, the last one for its hidden state")
+        if self._key is None and (hidden or first < len(checked) - 1):
+            raise UserError("this device gives the logits after a text's last token alone: choose target=cpu")
+        reading = _Reading(checked, compute, first, hidden)
+        sequences: list[sequence.Sequence] = []
+        if not self._ask(lambda: sequences.append(self._scheduler.add(reading))):
+            raise UserError(_CLOSED)
+        try:
+            await reading.ended
+        except asyncio.CancelledError:
+            self._ask(lambda: self._scheduler.cancel(*sequences))
+            raise
+        return reading.read
 
     def cancel(self, stream: Stream) -> None:
         """Forget a stream's sequence before the next step."""

@@ -23,6 +23,8 @@ class Run(NamedTuple):
     positions on. It reaches at least to the last row's position."""
     logits: int = 1
     """Of how many of its last rows logits are wanted: 0 for none, all of them where drafts are checked."""
+    hidden: bool = False
+    """Whether the last norm's output of its last row is wanted."""
     phase: Phase | None = None
     """What processes them, where programs have fixed shapes."""
 
@@ -37,6 +39,10 @@ class Steps(Protocol):
     @property
     def blocks(self) -> int:
         """Number of blocks. A block holds K and V of all layers for as many positions as the manifest says."""
+
+    @property
+    def hidden(self) -> np.ndarray:
+        """The last norm's output of the last row of each run of the last step that wants it, `[runs, hidden size]`."""
 
     def step(self, runs: Sequence[Run]) -> np.ndarray:
         """Process rows. K and V of all rows of a run are stored before one of them attends, up to its own position.

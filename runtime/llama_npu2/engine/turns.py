@@ -63,6 +63,8 @@ class TurnSteps:
         self._loaded: list[_Content] = []
         """What each block's worth of the device's cache holds."""
         self._copying = self._token = 0.0
+        self.hidden = np.empty((0, 0))
+        """Nothing: the last norm is inside of a program."""
 
     @property
     def turn(self) -> int:
@@ -85,7 +87,7 @@ class TurnSteps:
     def _check(self, run: Run) -> None:
         end = run.position + len(run.tokens)
         reached = run.blocks[: -(-end // BLOCK_POSITIONS)]
-        if run.phase is None or not run.tokens or run.position < 0 or not 0 <= run.logits <= 1:
+        if run.phase is None or not run.tokens or run.position < 0 or not 0 <= run.logits <= 1 or run.hidden:
             raise ValueError(f"a run of {len(run.tokens)} rows from {run.position} on in {run.phase}")
         if len(reached) * BLOCK_POSITIONS < end or not all(0 <= block < self.blocks for block in reached):
             raise ValueError(f"a run up to {end} has no table of blocks below {self.blocks}")

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llama_npu2.serve import metrics, tokenize
+from llama_npu2.serve import metrics, rerank, tokenize
 from llama_npu2.serve.anthropic import common as anthropic
 from llama_npu2.serve.anthropic import messages
 from llama_npu2.serve.failures import RequestError
@@ -23,7 +23,7 @@ from llama_npu2.serve.ollama import chat as ollama_chat
 from llama_npu2.serve.ollama import common as ollama
 from llama_npu2.serve.ollama import generate
 from llama_npu2.serve.ollama import models as ollama_models
-from llama_npu2.serve.openai import chat, completions
+from llama_npu2.serve.openai import chat, completions, embeddings
 from llama_npu2.serve.openai import common as openai
 from llama_npu2.serve.openai import models as openai_models
 
@@ -51,7 +51,8 @@ class Application:
         """
         self.models, self.most_bytes = models, most_bytes
         routes = [Route("/health", health, methods=["GET"])]
-        for api in (openai_models, chat, completions, ollama_chat, generate, ollama_models, tokenize, metrics):
+        of_openai = (openai_models, chat, completions, embeddings)
+        for api in (*of_openai, ollama_chat, generate, ollama_models, rerank, tokenize, metrics):
             routes += api.ROUTES
         routes += messages.routes(keeps_billing_header)
         self._router = Router(routes, redirect_slashes=False)

@@ -59,8 +59,7 @@ class Conversation:
 
     def __init__(self, model: Model, turn: Turn) -> None:
         """Raises RequestError if the model cannot chat, or if too many replies are under way."""
-        if not model.chats:
-            raise RequestError(400, f"{model.name} has no chat template: use /v1/completions", "model")
+        model.check_chats()
         self.model, self.turn = model, turn
         self.replies = Replies(model, turn.replies)
         self.ids: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -15,7 +15,7 @@ from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.engine.batch.sequence import Counts
 from llama_npu2.engine.completion import Stats
 from llama_npu2.engine.llama import Llama, Prompt
-from llama_npu2.engine.memory import blocks_within, cache_blocks, context_within, memory_needed
+from llama_npu2.engine.memory import blocks_within, context_within, memory_needed
 from llama_npu2.engine.serving import Serving, Stream
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
@@ -23,6 +23,7 @@ from llama_npu2.serve.failures import RequestError, TooLongError
 from llama_npu2.serve.keys import namespace
 from llama_npu2.serve.tokens import Pieces
 from llama_npu2.text.chat_template import sources
+from llama_npu2.text.pooling import embeds
 
 _TEXT_THREADS = 2
 """How many prompts are rendered and tokenised at a time: it takes far more memory than their text."""
@@ -57,21 +58,24 @@ class Counters:
 
     def add(self, replies: Iterable[Stats]) -> str:
         """Add those of replies; return them in words."""
-        before = self.prompt_tokens, self.cached_tokens, self.generated_tokens
+        prompt = cached = generated = 0
         for stats in replies:
-            self.prompt_tokens += stats.prompt_tokens
-            self.cached_tokens += stats.reused_tokens
-            self.generated_tokens += stats.generated_tokens
+            prompt += stats.prompt_tokens
+            cached += stats.reused_tokens
+            generated += stats.generated_tokens
             self.replies += 1
             if stats.generated_tokens:
                 self.first.add(stats.ttft)
             if stats.generated_tokens > 1:
                 self.each.add(stats.tpot)
-        prompt, cached, generated = (
-            now - then
-            for now, then in zip((self.prompt_tokens, self.cached_tokens, self.generated_tokens), before, strict=True)
-        )
-        return f"tokens: {prompt} processed, {cached} cached, {generated} generated"
+        self.generated_tokens += generated
+        return f"{self.read(prompt, cached)}, {generated} generated"
+
+    def read(self, processed: int, cached: int) -> str:
+        """Add tokens of texts; return them in words."""
+        self.prompt_tokens += processed
+        self.cached_tokens += cached
+        return f"tokens: {processed} processed, {cached} cached"
 
 
 class Keeper(Protocol):
@@ -117,8 +121,6 @@ class Model:
         Raises:
             UserError: if it cannot be used.
         """
-        if not cache_blocks(manifest):
-            raise UserError(f"{manifest.directory}: its device holds one sequence: choose target=cpu to serve it")
         self.name, self.manifest, self.most_replies = name, manifest, most_replies
         self._keeper = keeper
         blocks = blocks_within(kv_memory, manifest) if kv_memory else 0
@@ -131,6 +133,8 @@ class Model:
         self.created = int(time.time())
         self.fingerprint = f"fp_{hashlib.sha256(manifest.content).hexdigest()[:12]}"
         """Says which weights and programs answer: the same one, with the same seed, gives the same replies."""
+        self.embeds = embeds(manifest.storage)
+        """Whether the model makes embeddings, and writes no text."""
         self.counters = Counters()
         self.under_way = self.holds = self.waiting = 0
         """Replies that are under way, requests that hold the model, and of them those that wait until it is loaded."""
@@ -179,8 +183,19 @@ class Model:
 
     @property
     def chats(self) -> bool:
-        """Whether the model has a chat template."""
-        return bool(self.templates)
+        """Whether the model takes part in a conversation: it has a chat template, and writes."""
+        return not self.embeds and bool(self.templates)
+
+    def check_chats(self) -> None:
+        """Raises RequestError if the model takes part in no conversation."""
+        self.check_writes()
+        if not self.chats:
+            raise RequestError(400, f"{self.name} has no chat template: use /v1/completions", "model")
+
+    def check_writes(self) -> None:
+        """Raises RequestError if the model writes no text."""
+        if self.embeds:
+            raise RequestError(400, f"{self.name} makes embeddings and writes no text: use /v1/embeddings", "model")
 
     @property
     def counts(self) -> Counts:
@@ -248,15 +263,27 @@ class Model:
 
         Args:
             prompt: as for `Llama.encode`.
+            field: where the request has it.
             **how: `raw` and `template` of it.
         """
+        return await self.tokens_of(lambda: self.llm.encode(prompt, **how), prompt, field, room=1)
+
+    async def tokens_of(self, encode: Callable[[], list[int]], text: Any, field: str, room: int = 0) -> list[int]:
+        """Return the tokens of a text. Raises RequestError, which names `field`.
+
+        Args:
+            encode: returns them.
+            text: what has the text, whose characters are counted.
+            field: where the request has it.
+            room: how many tokens of the context must be left.
+        """
         try:
-            ids = await self.in_thread(lambda: self._encoded(prompt, how))
+            ids: list[int] | None = await self.in_thread(lambda: self._encoded(encode, text))
         except UserError as error:
             raise RequestError.of(error, field) from None
         if ids is None:
             raise self._too_long(None, field)
-        if len(ids) >= self.context_length:
+        if len(ids) + room > self.context_length:
             raise self._too_long(len(ids), field)
         if not ids:
             raise RequestError(400, "the prompt has no tokens: give at least one", field)
@@ -264,9 +291,9 @@ class Model:
             raise RequestError(400, f"token {bad} is not in the vocabulary", field)
         return ids
 
-    def _encoded(self, prompt: Prompt, how: Mapping[str, Any]) -> list[int] | None:
-        """Return the tokens of a prompt; None if it has more than the context can, without tokenising it."""
-        return None if _characters(prompt) > self._parts.longest else self.llm.encode(prompt, **how)
+    def _encoded(self, encode: Callable[[], list[int]], text: Any) -> list[int] | None:
+        """Return the tokens of a text; None if it has more than the context can, without tokenising it."""
+        return None if _characters(text) > self._parts.longest else encode()
 
     async def prepare(self, sampling: Sampling, field: str) -> None:
         """Compile what replies have to follow, if anything. Raises RequestError, which names `field`."""

@@ -12,6 +12,11 @@ LAST_TOKEN = "lasttoken"
 """The pooling of the models that are run: the hidden state of the last token."""
 
 
+def embeds(storage: Storage) -> bool:
+    """Return whether a model is made for embeddings, and so writes no text."""
+    return storage.find(EMBEDDING) is not None
+
+
 def check_pooling(storage: Storage) -> bool:
     """Return whether embeddings have length 1. Raises UserError if the model makes none, or in another way."""
     file = storage.find(EMBEDDING)

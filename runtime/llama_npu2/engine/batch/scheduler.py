@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 
@@ -22,6 +22,9 @@ _GAP, _LEAST_CHUNK = 0.15, 16
 """Seconds that a step may take while replies wait for their next token, and rows of prompts in it, however slow."""
 _LONG_GAP, _LONG_CHUNK = 1.0, 128
 """The same where no reply waits, but somebody may come or cancel."""
+_MOST_WANTED = 64
+"""Rows of prompts in a step after which logits are wanted, where a text is scored: each has the size of the
+vocabulary."""
 
 
 @dataclass
@@ -37,14 +40,22 @@ class Planned:
 
     @property
     def completes(self) -> bool:
-        """Whether the sequence's last token is among the rows, so that logits are wanted."""
+        """Whether the sequence's last token is among the rows."""
         return self.rows == self.sequence.pending
+
+    @property
+    def wanted(self) -> int:
+        """After how many of the rows, the last ones, something is wanted."""
+        done = self.sequence.done
+        return max(done + self.rows - max(self.sequence.wanted_from, done), 0)
 
     def run(self) -> Run:
         """Return the rows."""
         sequence = self.sequence
         tokens = sequence.ids[sequence.done : sequence.done + self.rows] + self.drafts
-        return Run(tokens, sequence.done, sequence.table, self.completes * (1 + len(self.drafts)), self.phase)
+        wanted = self.wanted + len(self.drafts)
+        hidden = sequence.growing.hidden and wanted > 0
+        return Run(tokens, sequence.done, sequence.table, 0 if hidden else wanted, hidden, self.phase)
 
 
 class Scheduler:
@@ -119,10 +130,9 @@ class Scheduler:
         rows, wanted = sum(len(run.tokens) for run in runs), sum(run.logits for run in runs)
         self._pace.note(rows, wanted, self._clock() - started)
         self.cache.counts.steps += 1
-        first = 0
+        rows_of_logits, rows_of_hidden = iter(logits), iter(self._steps.hidden)
         for planned, run in zip(plan, runs, strict=True):
-            self._advance(planned, logits[first : first + run.logits])
-            first += run.logits
+            self._advance(planned, [*islice(rows_of_logits, run.logits), *islice(rows_of_hidden, run.hidden)])
 
     def fail(self, error: Exception) -> None:
         """End all sequences with an error."""
@@ -155,8 +165,10 @@ class Scheduler:
         self._draft(plan)
         left = self._chunk(plan)
         for sequence in prompts:
-            if left > 0:
-                left -= self._place(plan, sequence, left)
+            wanted = sum(planned.wanted for planned in plan if not planned.sequence.growing.replies)
+            most = min(left, max(sequence.wanted_from - sequence.done, 0) + _MOST_WANTED - wanted)
+            if most > 0:
+                left -= self._place(plan, sequence, most)
         for planned in plan:  # who was not served is first the next time
             self._running.remove(planned.sequence)
             self._running.append(planned.sequence)
@@ -205,7 +217,7 @@ class Scheduler:
     def _follows(self, sequence: Sequence) -> bool:
         """Return whether an earlier prompt is about to fill the very block that comes next in this one: it waits."""
         end = self.cache.blocks_of(sequence.done + 1) * self.cache.positions
-        if end >= len(sequence.ids):
+        if end > sequence.wanted_from:
             return False
         ahead = (other for other in self._running if other.order < sequence.order and other.pending > 1)
         same = (other for other in ahead if other.namespace == sequence.namespace)
@@ -228,7 +240,7 @@ class Scheduler:
 
     def _draft(self, plan: list[Planned]) -> None:
         """Add drafts to the tokens of replies, as far as blocks are at hand."""
-        replies = [planned for planned in plan if planned.completes]
+        replies = [planned for planned in plan if planned.completes and planned.sequence.growing.replies]
         if not self._drafts or not replies:
             return
         texts = [planned.sequence for planned in replies]
@@ -237,29 +249,32 @@ class Scheduler:
             if drafts and self.cache.reach(planned.sequence, 1 + len(drafts)):
                 planned.drafts = drafts
 
-    def _advance(self, planned: Planned, logits: np.ndarray) -> None:
-        """Note that a sequence's rows are processed; give it the logits, as far as its drafts are what it chooses."""
+    def _advance(self, planned: Planned, wanted: list[np.ndarray]) -> None:
+        """Note that a sequence's rows are processed; give it the rows that it wants, as far as drafts came true."""
         sequence, completes = planned.sequence, planned.completes
         full = sequence.done // self.cache.positions
         sequence.done += planned.rows
         sequence.processed += planned.rows
-        if completes:
-            if len(sequence.ids) == sequence.prompt:
-                sequence.growing.start(sequence.processed)
-                self.cache.remember(sequence, partly=True)
-            try:
-                self._choose(sequence, planned.drafts, logits)
-            except UserError as error:
-                self._end(sequence, error)
-                return
+        if completes and len(sequence.ids) == sequence.prompt:
+            sequence.growing.start(sequence.processed)
+            self.cache.remember(sequence, partly=True)
+        try:
+            if sequence.growing.replies:
+                self._choose(sequence, planned.drafts, wanted)
+            else:
+                for row in wanted:
+                    sequence.growing.take(row)
+        except UserError as error:
+            self._end(sequence, error)
+            return
         if sequence.done // self.cache.positions > full:
             self.cache.remember(sequence)
         if sequence.growing.finished:
             self._end(sequence, None)
 
-    def _choose(self, sequence: Sequence, drafts: list[int], logits: np.ndarray) -> None:
+    def _choose(self, sequence: Sequence, drafts: list[int], logits: list[np.ndarray]) -> None:
         accepted = 0
-        for row, draft in zip(logits, [*drafts, None], strict=True):
+        for row, draft in zip(logits, [*drafts, None] if logits else [], strict=True):
             sequence.growing.take(row)
             if sequence.growing.finished or sequence.ids[-1] != draft:
                 break

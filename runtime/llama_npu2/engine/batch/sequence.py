@@ -15,23 +15,38 @@ from llama_npu2.engine.step import Steps
 
 
 class Growing(Protocol):
-    """What a sequence's logits go to: `generation.Generation`, with its pieces sent to whoever waits for them."""
+    """What a sequence's logits go to: a reply that grows by each of them, or a text of which something is computed."""
 
     ids: list[int]
     """All tokens, of the prompt and those that were chosen."""
 
     @property
-    def finished(self) -> bool:
-        """Whether no more tokens are wanted."""
+    def replies(self) -> bool:
+        """Whether each row that is taken makes a next token, so that tokens may be drafted."""
 
-    def take(self, logits: np.ndarray) -> None:
-        """Append the token that follows from float32 logits `[vocab]`, which are valid during the call."""
+    @property
+    def hidden(self) -> bool:
+        """Whether `take` wants the last norm's output instead of logits: once, of the last token."""
+
+    @property
+    def wanted_from(self) -> int:
+        """Which token comes first of those after which `take` wants a row: a reply's last one."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more rows are wanted."""
+
+    def take(self, row: np.ndarray) -> None:
+        """Take float32 logits `[vocab]`, or the last norm's output `[hidden size]`, which are valid during the call.
+
+        A reply appends the token that follows.
+        """
 
     def start(self, processed: int) -> None:
-        """Note, before the first token, how many tokens of the prompt were processed: blocks held the others."""
+        """Note, before the prompt's last row, how many tokens of it were processed: blocks held the others."""
 
     def end(self, error: Exception | None) -> None:
-        """Note that no more tokens come, because of an error or because it is finished."""
+        """Note that no more rows come, because of an error or because it is finished."""
 
 
 @dataclass(eq=False)
@@ -49,6 +64,11 @@ class Held:
     def pending(self) -> int:
         """Tokens that are not processed: one between two tokens of a reply, more for a prompt."""
         return len(self.ids) - self.done
+
+    @property
+    def wanted_from(self) -> int:
+        """Which token comes first of those after which a row is wanted, so that they are processed in any case."""
+        return len(self.ids) - 1
 
     @property
     def settled(self) -> int:
@@ -79,6 +99,10 @@ class Sequence(Held):
     def __post_init__(self) -> None:
         self.prompt = len(self.ids)
         """Number of tokens of the prompt."""
+
+    @property
+    def wanted_from(self) -> int:
+        return self.growing.wanted_from
 
     @property
     def settled(self) -> int:
@@ -121,8 +145,8 @@ class Cache:
         self.counts = Counts()
 
     def reuse(self, sequence: Held) -> None:
-        """Take blocks that hold more of a sequence's tokens than are done. Its last token is always left to process."""
-        table, matched = self.tree.match(sequence.keys(len(sequence.ids) - 1), sequence.namespace)
+        """Take blocks that hold more of a sequence's tokens than are done, before those after which rows are wanted."""
+        table, matched = self.tree.match(sequence.keys(sequence.wanted_from), sequence.namespace)
         done = sequence.resumed(matched)
         if done <= sequence.done:
             self.drop(table)
@@ -183,7 +207,7 @@ class Cache:
 
     def held(self, sequence: Held) -> list[int]:
         """Return the blocks that `reuse` would take."""
-        return self.tree.held(sequence.keys(len(sequence.ids) - 1), sequence.namespace)
+        return self.tree.held(sequence.keys(sequence.wanted_from), sequence.namespace)
 
     def room(self, apart_from: Tokens[int] = ()) -> int:
         """Return how many blocks are free or can be made free, apart from some."""

@@ -10,10 +10,10 @@ from contextlib import aclosing
 from typing import Any
 
 from llama_npu2.options import Sampling
-from llama_npu2.schema import Check, flag, mapping, string, whole
+from llama_npu2.schema import Check, Invalid, flag, list_of, mapping, string, whole
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import biases, closed, number, only, stop
+from llama_npu2.serve.fields import MOST_TOKENS, biases, closed, number, only, stop
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.replies import Usage
 
@@ -78,6 +78,28 @@ def sampling(asked: Mapping[str, Any], max_tokens: int, logprobs: int | None) ->
         logprobs=logprobs,
         **taken,
     )
+
+
+def texts_or_tokens(vocabulary: int, most: int) -> Check:
+    """Return a check for a text, a list of token ids, or a list of 1 to `most` of either."""
+    ids = list_of(whole(0, vocabulary - 1), 1, MOST_TOKENS)
+    texts, lists = list_of(string, 1, most), list_of(ids, 1, most)
+
+    def check(value: Any) -> None:
+        if type(value) is str:
+            return
+        if type(value) is not list or not value:
+            raise Invalid(value, "a text, a list of texts, a list of tokens, or a list of such lists")
+        first = type(value[0])
+        (texts if first is str else lists if first is list else ids)(value)
+
+    return check
+
+
+def each_text(given: Any) -> tuple[list[str | list[int]], bool]:
+    """Return the texts or lists of tokens of a field that `texts_or_tokens` has checked, and whether it lists them."""
+    several = isinstance(given, list) and isinstance(given[0], str | list)
+    return (given if several else [given]), several
 
 
 def head(prefix: str, model: Model) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, Invalid, flag, list_of, string, whole
+from llama_npu2.schema import Check, flag, whole
 from llama_npu2.serve.answers import Fields, answering
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
@@ -18,9 +18,11 @@ from llama_npu2.serve.openai.common import (
     LABELS,
     MOST_N,
     STREAM,
+    each_text,
     head,
     sampling,
     sampling_fields,
+    texts_or_tokens,
     until_done,
     usage,
     with_usage,
@@ -31,22 +33,6 @@ _MOST_PROMPTS = 128
 _DEFAULT_TOKENS = 16
 """As in OpenAI's API."""
 _MOST_LOGPROBS = 5
-
-
-def _prompts(vocabulary: int) -> Check:
-    token = whole(0, vocabulary - 1)
-    ids = list_of(token, 1, MOST_TOKENS)
-    texts, lists = list_of(string, 1, _MOST_PROMPTS), list_of(ids, 1, _MOST_PROMPTS)
-
-    def check(value: Any) -> None:
-        if type(value) is str:
-            return
-        if type(value) is not list or not value:
-            raise Invalid(value, "a text, a list of texts, a list of tokens, or a list of such lists")
-        first = type(value[0])
-        (texts if first is str else lists if first is list else ids)(value)
-
-    return check
 
 
 def fields(vocabulary: int) -> Fields:
@@ -62,7 +48,7 @@ def fields(vocabulary: int) -> Fields:
         "suffix": left_out("texts are continued at their end alone"),
         "store": only(False, "nothing is stored"),
     }
-    return {"model": word, "prompt": _prompts(vocabulary)}, optional
+    return {"model": word, "prompt": texts_or_tokens(vocabulary, _MOST_PROMPTS)}, optional
 
 
 class _Completion:
@@ -70,8 +56,7 @@ class _Completion:
 
     def __init__(self, model: Model, asked: dict[str, Any]) -> None:
         """Raises RequestError."""
-        given = asked["prompt"]
-        self.prompts = given if isinstance(given, list) and isinstance(given[0], str | list) else [given]
+        self.prompts, _ = each_text(asked["prompt"])
         self.model, self.asked, self.n = model, asked, asked.get("n", 1)
         self.stream: bool = asked.get("stream", False)
         if asked.get("best_of", self.n) != self.n:

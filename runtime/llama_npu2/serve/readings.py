@@ -1,0 +1,100 @@
+"""Texts that a request has read: they are processed beside replies, and not continued."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from llama_npu2.errors import UserError
+from llama_npu2.serve.answers import Fields, of_request
+from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.events import unless_gone
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.fields import closed
+from llama_npu2.serve.model import Model
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_ABREAST = 32
+"""Texts of a request that are processed at a time: as many rows share a step, and others need not wait for all."""
+
+
+class Readings:
+    """The texts of one request, which count as one reply under way from `__init__` to `close`."""
+
+    def __init__(self, model: Model) -> None:
+        """Raises RequestError if too many replies are under way."""
+        self.model = model
+        self.tokens = 0
+        """Of all texts so far."""
+        self._processed = 0
+        self._open = ExitStack()
+        self._open.enter_context(model.claim(1))
+        self.noted: list[str] = []
+        """What the log says of them once they are closed."""
+
+    def close(self) -> None:
+        """Count their tokens."""
+        self.noted.append(self.model.counters.read(self._processed, self.tokens - self._processed))
+        self._open.close()
+
+    async def read(
+        self, ids: Sequence[int], field: str, compute: Callable[[int, np.ndarray], Result], **how: Any
+    ) -> list[Result]:
+        """Return what a function computes of a text, as for `Serving.read`. Raises RequestError."""
+        engine = self.model.engine
+        try:
+            read = await engine.read(ids, compute, **how)
+        except UserError as error:
+            raise RequestError(503, str(error)) if engine.closed else RequestError.of(error, field) from None
+        self.tokens += len(ids)
+        self._processed += read.processed
+        return read.found
+
+    async def each(self, items: Sequence[Item], read: Callable[[int, Item], Awaitable[Result]]) -> list[Result]:
+        """Return what `read` returns for the number of each item and the item, some at a time. Raises RequestError."""
+        found: dict[int, Result] = {}
+        left = iter([*enumerate(items)])
+
+        async def work() -> None:
+            for number, item in left:
+                found[number] = await read(number, item)
+
+        tasks = [asyncio.ensure_future(work()) for _ in items[:_ABREAST]]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [found[number] for number in range(len(items))]
+
+
+def reading(
+    fields: Callable[[int], Fields], answer: Callable[[Readings, dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return what answers the requests to a path, whose texts are read.
+
+    Args:
+        fields: the checks of a request, for a model with so many tokens in its vocabulary.
+        answer: returns the answer to the fields of a request. Raises RequestError.
+    """
+
+    async def respond(request: Request) -> Response:
+        value = await read_json(request, request.app.most_bytes)
+        model = of_request(request, value)
+        asked = checked(value, closed(*fields(model.vocabulary)))
+        with closing(Readings(model)) as readings:
+            request.scope["noted"] = readings.noted
+            found = await unless_gone(request.receive, answer(readings, asked))
+            # Thousands of embeddings as JSON take seconds to write.
+            return await model.in_thread(lambda: JSONResponse(found))
+
+    return respond
