@@ -27,22 +27,31 @@ _ABREAST = 32
 
 
 class Readings:
-    """The texts of one request, which count as one reply under way from `__init__` to `close`."""
+    """The texts of one request, which count as under way from `__init__` to `close`."""
 
-    def __init__(self, model: Model) -> None:
-        """Raises RequestError if too many replies are under way."""
+    def __init__(self, model: Model, replies: int = 1) -> None:
+        """Initialise them.
+
+        Args:
+            model: reads them.
+            replies: how many replies they count for; 0 for a request whose replies count already.
+
+        Raises:
+            RequestError: if too many replies are under way.
+        """
         self.model = model
         self.tokens = 0
         """Of all texts so far."""
-        self._processed = 0
+        self.processed = 0
+        """Of them, those that were not cached."""
         self._open = ExitStack()
-        self._open.enter_context(model.claim(1))
+        self._open.enter_context(model.claim(replies))
         self.noted: list[str] = []
         """What the log says of them once they are closed."""
 
     def close(self) -> None:
         """Count their tokens."""
-        self.noted.append(self.model.counters.read(self._processed, self.tokens - self._processed))
+        self.noted.append(self.model.counters.read(self.processed, self.tokens - self.processed))
         self._open.close()
 
     async def read(
@@ -55,7 +64,7 @@ class Readings:
         except UserError as error:
             raise RequestError(503, str(error)) if engine.closed else RequestError.of(error, field) from None
         self.tokens += len(ids)
-        self._processed += read.processed
+        self.processed += read.processed
         return read.found
 
     async def each(self, items: Sequence[Item], read: Callable[[int, Item], Awaitable[Result]]) -> list[Result]:

@@ -102,16 +102,18 @@ class Replies:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def new_logprobs(self, number: int) -> list[Logprob] | None:
-        """Return the log-probabilities that a reply got since this was asked, without the end token's.
+    def new_logprobs(self, number: int, with_end: bool = False) -> list[Logprob] | None:
+        """Return the log-probabilities that a reply got since this was asked; None if none were asked for.
 
-        None if none were asked for.
+        Args:
+            number: of the reply.
+            with_end: whether that of the end token is among them.
         """
         completion = self.streams[number].completion
         if completion.logprobs is None:
             return None
         first, self._noted[number] = self._noted[number], len(completion.logprobs)
-        ends = self.model.llm.eos
+        ends = set() if with_end else self.model.llm.eos
         return [each for each in completion.logprobs[first : self._noted[number]] if each.token not in ends]
 
     def usage(self, prompts: Sequence[Sequence[int]]) -> Usage:

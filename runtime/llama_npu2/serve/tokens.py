@@ -28,7 +28,9 @@ class Pieces:
         self._tokenizer = tokenizer
         decoder = json.dumps(json.loads(tokenizer.inner.to_str())["decoder"])
         self._byte_level = '"ByteLevel"' in decoder
-        self._added = {token: each.content for token, each in tokenizer.inner.get_added_tokens_decoder().items()}
+        added = tokenizer.inner.get_added_tokens_decoder()
+        self._added = {token: each.content for token, each in added.items()}
+        self._unseen = {token for token, each in added.items() if each.special}
 
     @cached_property
     def longest(self) -> int:
@@ -65,20 +67,30 @@ class Pieces:
         ]
         return {"content": content, "refusal": None}
 
-    def of_completion(self, logprobs: Iterable[Logprob], offset: int) -> tuple[dict[str, Any], int]:
+    def of_completion(
+        self, logprobs: Iterable[Logprob], offset: int, first: int | None = None
+    ) -> tuple[dict[str, Any], int]:
         """Return log-probabilities as a completion has them, and the offset of the text after them.
 
         Args:
+            logprobs: of consecutive tokens.
             offset: number of characters of text before them.
+            first: a token in front of them that has none, because nothing comes before it.
         """
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         content = b""
+
+        def add(token: int, logprob: float | None, top: dict[str, float] | None) -> None:
+            nonlocal content
+            values = self.text(token), logprob, top, offset + len(content.decode(errors="ignore"))
+            for column, value in zip(found.values(), values, strict=True):
+                column.append(value)
+            content += b"" if token in self._unseen else self.bytes(token)
+
+        if first is not None:
+            add(first, None, None)
         for each in logprobs:
-            found["tokens"].append(self.text(each.token))
-            found["token_logprobs"].append(each.logprob)
-            found["top_logprobs"].append({self.text(token): logprob for token, logprob in each.top})
-            found["text_offset"].append(offset + len(content.decode(errors="ignore")))
-            content += self.bytes(each.token)
+            add(each.token, each.logprob, {self.text(token): logprob for token, logprob in each.top})
         return found, offset + len(content.decode(errors="ignore"))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.routing import Route
 
+from llama_npu2.engine.completion import Logprob
 from llama_npu2.schema import Check, flag, whole
 from llama_npu2.serve.answers import Fields, answering
 from llama_npu2.serve.events import event
@@ -27,7 +30,8 @@ from llama_npu2.serve.openai.common import (
     usage,
     with_usage,
 )
-from llama_npu2.serve.replies import Replies
+from llama_npu2.serve.readings import Readings
+from llama_npu2.serve.replies import Replies, Usage
 
 _MOST_PROMPTS = 128
 _DEFAULT_TOKENS = 16
@@ -41,7 +45,7 @@ def fields(vocabulary: int) -> Fields:
         **sampling_fields(vocabulary),
         **STREAM,
         **LABELS,
-        "max_tokens": whole(1, MOST_TOKENS),
+        "max_tokens": whole(0, MOST_TOKENS),
         "logprobs": whole(0, _MOST_LOGPROBS),
         "echo": flag,
         "best_of": whole(1, MOST_N),
@@ -61,43 +65,78 @@ class _Completion:
         self.stream: bool = asked.get("stream", False)
         if asked.get("best_of", self.n) != self.n:
             raise RequestError(400, f"best_of must be {self.n} or left out: all replies are returned", "best_of")
-        if asked.get("echo") and "logprobs" in asked:
-            raise RequestError(400, "logprobs must be left out: those of prompts are not supported", "logprobs")
+        self._most = asked.get("max_tokens", _DEFAULT_TOKENS)
+        if not self._most and not asked.get("echo"):
+            raise RequestError(400, "max_tokens must be 1 or more: it may be 0 only with echo", "max_tokens")
         self._with_usage = with_usage(asked)
         self.replies = Replies(model, len(self.prompts) * self.n)
         self.head = {**head("cmpl", model), "object": "text_completion"}
         self.ids: list[list[int]] = []
         self._echoed: list[str] = []
+        self._scores: list[list[Logprob]] = []
+        """Of the tokens of each prompt but its first one, where they are asked for."""
+        self._processed = 0
+        """Tokens that were processed for them."""
         self._offsets = [0] * len(self.prompts) * self.n
+        self._begun = [False] * len(self.prompts) * self.n
 
     async def start(self) -> None:
         """Ask for the replies. Raises RequestError."""
+        model, asked = self.model, self.asked
         for prompt in self.prompts:
-            self.ids.append(await self.model.encode(prompt, "prompt", raw=True))
-            self._echoed.append(prompt if isinstance(prompt, str) else self.model.llm.tokenizer.decode(prompt))
-        asked = self.asked
-        made = sampling(asked, asked.get("max_tokens", _DEFAULT_TOKENS), asked.get("logprobs"))
-        self.replies.start(self.ids, made, self.n)
+            encode = partial(model.llm.encode, prompt, raw=True)
+            self.ids.append(await model.tokens_of(encode, prompt, "prompt", room=min(self._most, 1)))
+            self._echoed.append(prompt if isinstance(prompt, str) else model.llm.tokenizer.decode(prompt))
+        if asked.get("echo") and "logprobs" in asked:
+            with closing(Readings(model, replies=0)) as readings:
+                self._scores = await readings.each(self.ids, partial(self._score, readings))
+            self.replies.noted += readings.noted
+            self._processed = readings.processed
+        if self._most:
+            self.replies.start(self.ids, sampling(asked, self._most, asked.get("logprobs")), self.n)
+
+    async def _score(self, readings: Readings, number: int, ids: list[int]) -> list[Logprob]:
+        """Return the log-probabilities of the tokens of a prompt but its first one: those of `Llama.score`."""
+        if len(ids) == 1:
+            return []
+        top: int = self.asked["logprobs"]
+        return await readings.read(ids[:-1], "prompt", lambda at, logits: Logprob.of(ids[at + 1], logits, top), first=0)
 
     def _echo(self, number: int) -> str:
         return self._echoed[number // self.n] if self.asked.get("echo") else ""
 
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(map(len, self.ids))
+        counts = self.replies.usage(self.ids) if self._most else Usage(prompt, 0, 0)
+        # The replies find what the scores have left in the cache.
+        return usage(replace(counts, cached=prompt - self._processed) if self._scores else counts)
+
     async def whole(self) -> dict[str, Any]:
         """Return the answer once all replies have come. Raises RequestError."""
-        texts = [self._echo(number) for number in range(len(self.replies.streams))]
+        texts = [self._echo(number) for number in range(self._count)]
         async with aclosing(self.replies.pieces()) as pieces:
             async for number, piece in pieces:
                 texts[number] += piece.text if piece else ""
         choices = [
-            self._choice(number, text) | {"finish_reason": stream.completion.finish_reason}
-            for number, (text, stream) in enumerate(zip(texts, self.replies.streams, strict=True))
+            self._choice(number, text) | {"finish_reason": self._reason(number)} for number, text in enumerate(texts)
         ]
-        return {**self.head, "choices": choices, "usage": usage(self.replies.usage(self.ids))}
+        return {**self.head, "choices": choices, "usage": self._usage()}
+
+    @property
+    def _count(self) -> int:
+        return len(self.prompts) * self.n
+
+    def _reason(self, number: int) -> str:
+        return self.replies.streams[number].completion.finish_reason if self._most else "length"
 
     def _choice(self, number: int, text: str) -> dict[str, Any]:
-        shown, logprobs = None, self.replies.new_logprobs(number)
-        if logprobs:
-            shown, self._offsets[number] = self.model.pieces.of_completion(logprobs, self._offsets[number])
+        shown, first = None, None
+        logprobs = (self.replies.new_logprobs(number, bool(self._scores)) or []) if self._most else []
+        if self._scores and not self._begun[number]:
+            self._begun[number], prompt = True, number // self.n
+            first, logprobs = self.ids[prompt][0], self._scores[prompt] + logprobs
+        if logprobs or first is not None:
+            shown, self._offsets[number] = self.model.pieces.of_completion(logprobs, self._offsets[number], first)
         return {"index": number, "text": text, "logprobs": shown, "finish_reason": None}
 
     def _chunk(self, choices: list[dict[str, Any]], counts: dict[str, Any] | None = None) -> bytes:
@@ -108,17 +147,18 @@ class _Completion:
         return until_done(self._chunks())
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
-        for number in range(len(self.replies.streams)):
-            if echoed := self._echo(number):
-                yield self._chunk([self._choice(number, echoed)])
+        for number in range(self._count):
+            if (echoed := self._echo(number)) or self._scores:
+                ended = {} if self._most else {"finish_reason": self._reason(number)}
+                yield self._chunk([self._choice(number, echoed) | ended])
         async with aclosing(self.replies.pieces()) as pieces:
             async for number, piece in pieces:
                 choice = self._choice(number, piece.text if piece else "")
                 if piece is None:
-                    choice["finish_reason"] = self.replies.streams[number].completion.finish_reason
+                    choice["finish_reason"] = self._reason(number)
                 yield self._chunk([choice])
         if self._with_usage:
-            yield self._chunk([], usage(self.replies.usage(self.ids)))
+            yield self._chunk([], self._usage())
 
 
 ROUTES = [Route("/v1/completions", answering(fields, _Completion), methods=["POST"])]
