@@ -645,11 +645,11 @@ def _request(scratch: Path) -> Iterator[Run]:
     from llama_npu2.serve.ollama import generate
     from llama_npu2.serve.ollama.common import patience
     from llama_npu2.serve.ollama.common import sampling as of_ollama
-    from llama_npu2.serve.openai import chat, completions, embeddings
+    from llama_npu2.serve.openai import chat, completions, embeddings, responses
     from llama_npu2.serve.openai.common import sampling
     from llama_npu2.serve.openai.tools import tools_of
 
-    others = {"completion": completions, "embeddings": embeddings, "rerank": rerank}
+    others = {"completion": completions, "embeddings": embeddings, "rerank": rerank, "responses": responses}
 
     def run(name: str, content: bytes) -> None:
         api = others.get(Path(name).stem, chat)
@@ -670,6 +670,11 @@ def _request(scratch: Path) -> Iterator[Run]:
             if api is chat:
                 json.loads(tools_of(asked).schema() or "null")
                 json.dumps(chat.for_template(asked["messages"])).encode()
+            if api is responses:
+                functions, _ = responses.tools_of(asked)
+                turn = responses.turn_of(asked, functions, 100)
+                json.loads(turn.tools.schema() or "null")
+                json.dumps(turn.messages).encode()
         except RequestError as error:
             raise UserError(error.message) from None
 

@@ -32,7 +32,7 @@ from llama_npu2.serve.keys import Keys
 from llama_npu2.serve.models import Keeping, Models
 from llama_npu2.serve.openai import chat as openai_chat
 from llama_npu2.serve.openai import completions as openai_completions
-from llama_npu2.serve.openai import embeddings
+from llama_npu2.serve.openai import embeddings, responses
 from llama_npu2.serve.replies import Replies
 from llama_npu2.serve.tokens import Pieces
 from llama_npu2.text.tokenizer import Tokenizer
@@ -794,7 +794,7 @@ def test_after_all_of_that_the_server_answers_as_before(server: Server, llm: Lla
 # Beside requests
 
 
-@pytest.mark.parametrize("api", [openai_chat, openai_completions, embeddings, rerank])
+@pytest.mark.parametrize("api", [openai_chat, openai_completions, embeddings, rerank, responses])
 def test_the_reference_has_every_field(api: Any) -> None:
     page = (ROOT / "docs/reference/http.md").read_text()
     for path in (route.path for route in api.ROUTES):

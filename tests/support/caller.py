@@ -45,12 +45,13 @@ TEMPLATE = """
 {%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"""
 
 
-def write_caller(directory: Path, call: Sequence[str] = CALL, context: int = 4096) -> None:
+def write_caller(directory: Path, call: Sequence[str] = CALL, answer: str = ANSWER, context: int = 4096) -> None:
     """Write the checkpoint.
 
     Args:
         directory: where it is written.
         call: the call of a tool that it writes, each part one token.
+        answer: what it says of the call's result, and without tools.
         context: the most tokens of prompt and reply.
     """
     directory.mkdir(parents=True)
@@ -58,7 +59,7 @@ def write_caller(directory: Path, call: Sequence[str] = CALL, context: int = 409
     tokenizer = Tokenizer(models.BPE(vocab={char: at for at, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(text) for text in (OPEN, CLOSE, *call, ANSWER, THINK, THOUGHT, THOUGHT_OUT)])
+    tokenizer.add_tokens([AddedToken(text) for text in (OPEN, CLOSE, *call, answer, THINK, THOUGHT, THOUGHT_OUT)])
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True) for text in (TOOLS, RESULT, REPLY, END, "<|user|>", "<|system|>")]
     )
@@ -98,11 +99,11 @@ def write_caller(directory: Path, call: Sequence[str] = CALL, context: int = 409
         tensors[f"{attention}.k_proj.weight"][slowest, ids[text]] = key
         tensors[f"{attention}.v_proj.weight"][value, ids[text]] = 1 / 16
         tensors[f"{attention}.o_proj.weight"][found, value] = 1
-    follows = [(OPEN, call[0]), *pairwise(call), (call[-1], CLOSE), (CLOSE, END), (ANSWER, END)]
+    follows = [(OPEN, call[0]), *pairwise(call), (call[-1], CLOSE), (CLOSE, END), (answer, END)]
     follows += [(THINK, THOUGHT), (THOUGHT, THOUGHT_OUT)]
     head = tensors["lm_head.weight"]
     for text, after in follows:
         head[ids[after], ids[text]] = 10
-    head[ids[ANSWER], ids[REPLY]] = head[ids[ANSWER], ids[THOUGHT_OUT]] = 3
-    head[ids[OPEN], called] = head[ids[ANSWER], told] = 5
+    head[ids[answer], ids[REPLY]] = head[ids[answer], ids[THOUGHT_OUT]] = 3
+    head[ids[OPEN], called] = head[ids[answer], told] = 5
     save_file({name: each.astype(bfloat16) for name, each in tensors.items()}, directory / "model.safetensors")

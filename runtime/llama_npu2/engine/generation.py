@@ -97,6 +97,7 @@ class Generation:
             self._constraint.follow(token)
             ended = self._constraint.complete
         pieces: list[Piece] = []
+        stats.reasoning_tokens += self._stream.kind is Kind.REASONING
         if token not in self._eos:
             pieces = self._timed("host", "detokenise", self._stream.push, token)
         completion.stopped_by = self._stream.stopped_by

@@ -47,13 +47,14 @@ async def answered(request: Request, answer: Answer, heartbeat: bytes, media_typ
     try:
         await unless_gone(request.receive, answer.start())
         if not answer.stream:
-            found = JSONResponse(await unless_gone(request.receive, answer.whole()))
+            whole = await unless_gone(request.receive, answer.whole())
+            found = JSONResponse(whole, headers=answer.replies.headers)
             answer.replies.close()
             return found
     except BaseException:
         answer.replies.close()
         raise
-    return EventStream(answer.events(), answer.replies.close, heartbeat, media_type)
+    return EventStream(answer.events(), answer.replies.close, heartbeat, media_type, answer.replies.headers)
 
 
 Fields = tuple[Mapping[str, Check], Mapping[str, Check]]

@@ -23,7 +23,7 @@ from llama_npu2.serve.ollama import chat as ollama_chat
 from llama_npu2.serve.ollama import common as ollama
 from llama_npu2.serve.ollama import generate
 from llama_npu2.serve.ollama import models as ollama_models
-from llama_npu2.serve.openai import chat, completions, embeddings
+from llama_npu2.serve.openai import chat, completions, embeddings, responses
 from llama_npu2.serve.openai import common as openai
 from llama_npu2.serve.openai import models as openai_models
 
@@ -51,7 +51,7 @@ class Application:
         """
         self.models, self.most_bytes = models, most_bytes
         routes = [Route("/health", health, methods=["GET"])]
-        of_openai = (openai_models, chat, completions, embeddings)
+        of_openai = (openai_models, chat, completions, responses, embeddings)
         for api in (*of_openai, ollama_chat, generate, ollama_models, rerank, tokenize, metrics):
             routes += api.ROUTES
         routes += messages.routes(keeps_billing_header)

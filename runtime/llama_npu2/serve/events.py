@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -73,6 +73,7 @@ class EventStream(Response):
         close: Callable[[], None],
         heartbeat: bytes = COMMENT,
         media_type: str = EVENTS,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Set it up.
 
@@ -81,8 +82,10 @@ class EventStream(Response):
             close: is called once nobody reads any more, however that comes.
             heartbeat: what is sent whenever no event has come for a while.
             media_type: of the events together.
+            headers: further ones.
         """
-        super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
+        super().__init__(media_type=media_type, headers=headers)
         del self.headers["content-length"]
         self._events, self._close, self._heartbeat = events, close, heartbeat
 

@@ -26,6 +26,8 @@ class Usage:
     """Tokens of the prompt that the KV cache held."""
     generated: int
     """Tokens of replies, their end tokens included."""
+    reasoning: int = 0
+    """Of them, those in which the model thought."""
 
 
 class Replies:
@@ -41,6 +43,8 @@ class Replies:
         self._open.enter_context(model.claim(count))
         self.noted: list[str] = []
         """What the log says of them once they are closed: counts of tokens, no text."""
+        self.headers: dict[str, str] = {}
+        """Headers that the response has besides."""
 
     def start(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> None:
         """Ask for `n` replies to each prompt. Raises RequestError."""
@@ -123,4 +127,5 @@ class Replies:
             sum(map(len, prompts)),
             sum(stream.completion.stats.reused_tokens for stream in self.streams[::n]),
             sum(stream.completion.stats.generated_tokens for stream in self.streams),
+            sum(stream.completion.stats.reasoning_tokens for stream in self.streams),
         )

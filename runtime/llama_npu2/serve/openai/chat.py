@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, Invalid, flag, inside, list_of, string, text, whole
+from llama_npu2.schema import Check, flag, list_of, string, text, whole
 from llama_npu2.serve.answers import Fields, answering
 from llama_npu2.serve.conversation import Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event
@@ -36,13 +36,11 @@ from llama_npu2.serve.openai.common import (
     sampling_fields,
     until_done,
     usage,
+    variables,
     with_usage,
 )
 from llama_npu2.serve.tools import ToolCall
 from llama_npu2.text.replies import Kind, Piece
-
-_OF_TEMPLATES = {"messages", "reply", "controls", "if_read", "chat_template", "tools", "documents"}
-"""What a template gets by other ways than variables."""
 
 _NAMES = {Kind.TEXT: "content", Kind.REASONING: "reasoning_content"}
 """The fields of a message that have what a model writes."""
@@ -106,16 +104,6 @@ _message = by(
 )
 
 
-def _variables(value: Any) -> None:
-    if type(value) is not dict:
-        raise Invalid(value, "an object")
-    name = text(r"[A-Za-z_][A-Za-z0-9_]{0,63}", "a name")
-    for key, item in value.items():
-        name(key)
-        if key in _OF_TEMPLATES:
-            inside(key, left_out("it is no variable of chat templates"), item)
-
-
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request."""
     optional: dict[str, Check] = {
@@ -127,7 +115,7 @@ def fields(vocabulary: int) -> Fields:
         "logprobs": flag,
         "top_logprobs": whole(0, 20),
         "reasoning_effort": text(r"[a-z]{1,16}", "a word"),
-        "chat_template_kwargs": _variables,
+        "chat_template_kwargs": variables,
         "response_format": _format,
         "tools": tools.tools,
         "tool_choice": tools.choice,
@@ -149,8 +137,8 @@ def _wanted_schema(asked: Mapping[str, Any]) -> str:
     wanted = asked.get("response_format", {"type": "text"})
     if wanted["type"] == "text":
         return ""
-    schema = wanted.get("json_schema", {}).get("schema")
-    return json.dumps({"type": "object"} if schema is None else schema)
+    found = wanted.get("json_schema", {}).get("schema")
+    return json.dumps({"type": "object"} if found is None else found)
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -172,19 +160,19 @@ def _turn(asked: Mapping[str, Any], context_length: int) -> Turn:
     """Return what a request asks for. Raises RequestError if its fields do not fit together."""
     if "top_logprobs" in asked and not asked.get("logprobs"):
         raise RequestError(400, "top_logprobs must be left out: logprobs is not true", "top_logprobs")
-    given, schema = tools.tools_of(asked), _wanted_schema(asked)
-    if given.forced and schema:
+    given, wanted = tools.tools_of(asked), _wanted_schema(asked)
+    if given.forced and wanted:
         raise RequestError(400, "response_format must be text: tool_choice forces a call", "response_format")
-    variables = dict(asked.get("chat_template_kwargs", {}))
+    given_variables = dict(asked.get("chat_template_kwargs", {}))
     if "reasoning_effort" in asked:
-        variables["reasoning_effort"] = asked["reasoning_effort"]
+        given_variables["reasoning_effort"] = asked["reasoning_effort"]
     most = asked.get("max_completion_tokens", asked.get("max_tokens", context_length))
     logprobs = asked.get("top_logprobs", 0) if asked.get("logprobs") else None
     return Turn(
         for_template(asked["messages"]),
-        replace(sampling(asked, most, logprobs), schema=schema),
+        replace(sampling(asked, most, logprobs), schema=wanted),
         given,
-        variables,
+        given_variables,
         asked.get("n", 1),
         1 if asked.get("parallel_tool_calls") is False else None,
         FieldNames(variable=_variable_field),

@@ -10,10 +10,10 @@ from contextlib import aclosing
 from typing import Any
 
 from llama_npu2.options import Sampling
-from llama_npu2.schema import Check, Invalid, flag, list_of, mapping, string, whole
+from llama_npu2.schema import Check, Invalid, flag, inside, list_of, mapping, string, text, whole
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import MOST_TOKENS, biases, closed, number, only, stop
+from llama_npu2.serve.fields import MOST_TOKENS, biases, closed, left_out, number, only, stop
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.replies import Usage
 
@@ -42,6 +42,21 @@ LABELS: Mapping[str, Check] = {
     "service_tier": string,
 }
 """Fields that say who asks and how a bill is made: they change no reply, and are taken without effect."""
+
+
+_OF_TEMPLATES = {"messages", "reply", "controls", "if_read", "chat_template", "tools", "documents"}
+"""What a template gets by other ways than variables."""
+
+
+def variables(value: Any) -> None:
+    """Check the variables of a chat template."""
+    if type(value) is not dict:
+        raise Invalid(value, "an object")
+    name = text(r"[A-Za-z_][A-Za-z0-9_]{0,63}", "a name")
+    for key, item in value.items():
+        name(key)
+        if key in _OF_TEMPLATES:
+            inside(key, left_out("it is no variable of chat templates"), item)
 
 
 def sampling_fields(vocabulary: int) -> dict[str, Check]:
@@ -115,6 +130,7 @@ def usage(counts: Usage) -> dict[str, Any]:
         "completion_tokens": counts.generated,
         "total_tokens": counts.prompt + counts.generated,
         "prompt_tokens_details": {"cached_tokens": counts.cached},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
     }
 
 

@@ -11,6 +11,9 @@ from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import MOST_CALLS, MOST_TOOLS, closed, json_object, left_out, tool_name
 from llama_npu2.serve.tools import Choice, ToolCall, Tools
 
+MODES = ("none", "auto", "required")
+"""Which tools are called, where `tool_choice` names none."""
+
 _function_type = one_of("function")
 tools: Check = list_of(
     closed(
@@ -28,7 +31,7 @@ tools: Check = list_of(
 def choice(value: Any) -> None:
     """Check `tool_choice`."""
     if type(value) is str:
-        one_of("none", "auto", "required")(value)
+        one_of(*MODES)(value)
     else:
         closed({"type": _function_type, "function": closed({"name": tool_name}, {})}, {})(value)
 
@@ -91,11 +94,9 @@ def tools_of(asked: Mapping[str, Any]) -> Tools:
     ]
     wanted = asked.get("tool_choice", "auto")
     if isinstance(wanted, dict):
-        found = Tools(functions, Choice(True, wanted["function"]["name"], "tool_choice.function.name"))
+        found = named(functions, wanted["function"]["name"], "tool_choice.function.name")
     else:
-        # The names are checked of tools that are left out, too.
-        found = Tools(functions, Choice(wanted == "required"))
-        found = Tools() if wanted == "none" else found
+        found = chosen(functions, wanted)
     strict = next((at for at, each in enumerate(functions) if each.get("strict")), None)
     if strict is not None and not found.forced and wanted != "none":
         raise RequestError(
@@ -105,6 +106,18 @@ def tools_of(asked: Mapping[str, Any]) -> Tools:
             f"tools[{strict}].function.strict",
         )
     return found
+
+
+def named(functions: Sequence[Mapping[str, Any]], name: str, field: str) -> Tools:
+    """Return tools of which the one of a name is called. Raises RequestError, which names `field`."""
+    return Tools(functions, Choice(True, name, field))
+
+
+def chosen(functions: Sequence[Mapping[str, Any]], mode: str, field: str = "tool_choice") -> Tools:
+    """Return tools by a `tool_choice` that is one of `MODES`. Raises RequestError, which names `field`."""
+    # The names are checked of tools that are left out, too.
+    found = Tools(functions, Choice(mode == "required", field=field))
+    return Tools() if mode == "none" else found
 
 
 def shown(call: ToolCall) -> dict[str, Any]:
