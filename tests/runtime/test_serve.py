@@ -608,7 +608,10 @@ def wait_for(fact: Any, seconds: float = 20.0) -> None:
         (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 400"),
         (b"GET /%00%ff%0d%0a HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 401"),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", b"HTTP/1.1 400"),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n", b"HTTP/1.1 401"),
+        (
+            b"GET /props HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
+            b"HTTP/1.1 401",
+        ),
         (head(10**15), b"HTTP/1.1 413"),
         (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", b"HTTP/1.1 400"),
     ],

@@ -1,4 +1,4 @@
-"""Pages as people meet them, in headless Chromium without a network: wide and narrow, light and dark, by keyboard.
+"""Pages as people meet them, in headless Chromium, alone or with their server: wide, narrow, light, dark, by keyboard.
 
 `look_at` says what is wrong with a page; the fixture of that name in `conftest.py` is what tests take. Where
 `LLAMA_NPU2_SCREENSHOTS` names a directory, each look leaves four pictures there.
@@ -41,15 +41,21 @@ def chromium() -> Iterator[Any]:
 
 
 @contextmanager
-def opened(browser: Any, path: Path, faults: list[str], width: str = "wide", theme: str = "light") -> Iterator[Any]:
-    """A page of Playwright's that shows a file; errors and requests, failed or not, are added to `faults`."""
-    viewport = {"width": WIDTHS[width], "height": 800}
-    context = browser.new_context(offline=True, viewport=viewport, color_scheme=theme)
+def opened(
+    browser: Any, path: Path | str, faults: list[str], width: str = "wide", theme: str = "light"
+) -> Iterator[Any]:
+    """A page of Playwright's that shows a file, or what a server has at a URL.
+
+    Errors are added to `faults`, and requests, failed or not: any request of a file, those to other servers of a URL.
+    """
+    viewport, alone = {"width": WIDTHS[width], "height": 800}, isinstance(path, Path)
+    context = browser.new_context(offline=alone, viewport=viewport, color_scheme=theme)
     context.set_default_timeout(PATIENCE)
-    page, address = context.new_page(), path.absolute().as_uri()
+    page, address = context.new_page(), path.absolute().as_uri() if isinstance(path, Path) else path
+    own = f"{address}#" if alone else "/".join([*address.split("/")[:3], ""])
 
     def requested(request: Any) -> None:
-        if request.url != address and not request.url.startswith(("data:", f"{address}#")):
+        if request.url != address and not request.url.startswith(("data:", own)):
             faults.append(f"asks for {request.url}")
 
     page.on("console", lambda said: faults.append(f"console: {said.text}") if said.type in _LOUD else None)
@@ -67,18 +73,24 @@ def look_at(browser: Any, path: Path) -> list[str]:
     """What is wrong with a page, in words; nothing for one that is as it should be."""
     faults: list[str] = []
     with opened(browser, path, faults) as page:
-        faults += [f"no Tab reaches {each}" for each in _unreached(page)]
-        for width, pixels in WIDTHS.items():
-            page.set_viewport_size({"width": pixels, "height": 800})
-            if directory := os.environ.get("LLAMA_NPU2_SCREENSHOTS"):
-                _photograph(page, Path(directory, f"{path.stem}-{width}"))
-            faults += [f"{width}: {each}" for each in page.evaluate(_OVERFLOW)]
-        page.set_viewport_size({"width": WIDTHS["wide"], "height": 800})
-        page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-        faults += _inaccessible(page)
-        for theme in THEMES:
-            page.emulate_media(color_scheme=theme)
-            faults += [f"{theme}: {each}" for each in page.evaluate(_CONTRAST)]
+        faults += faults_of(page, path.stem)
+    return faults
+
+
+def faults_of(page: Any, name: str) -> list[str]:
+    """What is wrong with a page as it is shown; `name` is that of its pictures."""
+    faults = [f"no Tab reaches {each}" for each in _unreached(page)]
+    for width, pixels in WIDTHS.items():
+        page.set_viewport_size({"width": pixels, "height": 800})
+        if directory := os.environ.get("LLAMA_NPU2_SCREENSHOTS"):
+            _photograph(page, Path(directory, f"{name}-{width}"))
+        faults += [f"{width}: {each}" for each in page.evaluate(_OVERFLOW)]
+    page.set_viewport_size({"width": WIDTHS["wide"], "height": 800})
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    faults += _inaccessible(page)
+    for theme in THEMES:
+        page.emulate_media(color_scheme=theme)
+        faults += [f"{theme}: {each}" for each in page.evaluate(_CONTRAST)]
     return faults
 
 
@@ -114,7 +126,8 @@ _OVERFLOW = """(() => {
 
 _WATCH_FOCUS = """(() => {
     const controls = 'a[href], button, summary, input, select, textarea, [tabindex="0"]';
-    window.watched = [...document.querySelectorAll(controls)].filter((each) => each.checkVisibility());
+    const top = document.querySelector('dialog[open]') ?? document;
+    window.watched = [...top.querySelectorAll(controls)].filter((each) => each.checkVisibility());
     window.reached = new Set();
     addEventListener('focusin', ({ target }) => {
         const { outlineStyle, outlineWidth } = getComputedStyle(target);
@@ -127,7 +140,8 @@ _WATCH_FOCUS = """(() => {
 _CONTRAST = """(() => {
     const rgba = (text) => {
         const [red, green, blue, alpha = 1] = (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
-        return { channels: [red, green, blue], alpha };
+        const most = text.startsWith('color(') ? 255 : 1;  // of mixed colours
+        return { channels: [most * red, most * green, most * blue], alpha };
     };
     const over = (below, { channels, alpha }) => channels.map((each, at) => alpha * each + (1 - alpha) * below[at]);
     const luminance = (channels) => {

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llama_npu2.serve import metrics, rerank, tokenize
+from llama_npu2.serve import metrics, page, rerank, tokenize
 from llama_npu2.serve.anthropic import common as anthropic
 from llama_npu2.serve.anthropic import messages
 from llama_npu2.serve.failures import RequestError
@@ -52,7 +52,7 @@ class Application:
         self.models, self.most_bytes = models, most_bytes
         routes = [Route("/health", health, methods=["GET"])]
         of_openai = (openai_models, chat, completions, responses, embeddings)
-        for api in (*of_openai, ollama_chat, generate, ollama_models, rerank, tokenize, metrics):
+        for api in (*of_openai, ollama_chat, generate, ollama_models, rerank, tokenize, metrics, page):
             routes += api.ROUTES
         routes += messages.routes(keeps_billing_header)
         self._router = Router(routes, redirect_slashes=False)

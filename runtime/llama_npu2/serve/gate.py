@@ -14,14 +14,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama_npu2.errors import printable
+from llama_npu2.serve import page
 from llama_npu2.serve.failures import GoneError, RequestError
 from llama_npu2.serve.keys import Key, Keys, namespace
 
 Refusal = Callable[[str, RequestError], Response]
 """Makes the response to a request that is refused, of its path."""
 
-_OPEN = {"/health"}
-"""Paths that need no key: a supervisor asks for them."""
+_OPEN = {"/health", *page.PATHS}
+"""Paths that need no key: a supervisor asks for them, and browsers before they can send one."""
 _LONGEST = 120
 """Most characters of a path that are noted."""
 _CLOSED = 499

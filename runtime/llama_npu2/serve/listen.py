@@ -118,7 +118,7 @@ class Place:
             application = Application(models, options.body << 20, options.keep_billing_header)
             app = guarded(application, self.keys, self.hosts, options.origin)
             more = f"; on demand: {', '.join(model.name for model in [*models][1:])}" if others else ""
-            where = f"http://{self.shown}:{self.port}/v1"
+            where = f"http://{self.shown}:{self.port}/v1, a page to chat with is at /"
             server = _Server(_config(app), f"listening on {where} ({llm.description}{more})")
             # Uvicorn raises the signals that ended it once more when all is finished: then they have done their work.
             before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
