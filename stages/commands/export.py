@@ -70,13 +70,16 @@ def export(directory: Path, output: Path, beside: Mapping[str, bytes]) -> None:
 
 
 def runtime_archive() -> bytes:
-    """The zip file that Python runs: sources, and what this version of Python makes of them, which others ignore."""
+    """The zip file that Python runs: sources, what this version of Python makes of them, and the files beside them."""
     content = io.BytesIO()
     with ZipFile(content, "w", ZIP_STORED) as archive:
-        for path in sorted((RUNTIME / "llama_npu2").rglob("*.py")):
+        for path in sorted((RUNTIME / "llama_npu2").rglob("[!.]*")):
+            if "__pycache__" in path.parts or not path.is_file():
+                continue
             name = "__main__.py" if path == _ENTRY else path.relative_to(RUNTIME).as_posix()
             archive.writestr(_member(name), path.read_bytes())
-            archive.writestr(_member(f"{name}c"), _compiled(path, name))
+            if path.suffix == ".py":
+                archive.writestr(_member(f"{name}c"), _compiled(path, name))
     return content.getvalue()
 
 

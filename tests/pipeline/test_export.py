@@ -24,6 +24,8 @@ from stages.commands.export import export, runtime_archive
 from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.weights.blobs import PAGE
+from tests.conftest import ROOT
+from tests.support.serving import serving
 
 PROMPT = "The capital of France is"
 
@@ -91,6 +93,14 @@ def test_the_command_line_is_the_runtimes(one: Path, capsys: pytest.CaptureFixtu
     assert main([], str(one)) == 1
     assert capsys.readouterr().err.startswith('error: no prompt: give "some text" after')
     assert main(["check", str(one)]) == 0, "as an artifact directory"
+
+
+def test_it_serves_with_the_page(one: Path) -> None:
+    """The files of the page are read from the file, too."""
+    before = f"import sys; sys.path.insert(0, {str(one)!r}); import llama_npu2; assert '.pyz' in llama_npu2.__file__"
+    with serving(one, before=before) as server:
+        for path, file in (("/", "index.html"), ("/page/page.js", "page.js")):
+            assert server.ask(path).content == (ROOT / "runtime/llama_npu2/serve/page" / file).read_bytes()
 
 
 def test_messages_name_the_command_that_works_there(one: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,9 +75,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_one_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as content:
-        tops = {name.partition("/")[0] for name in content.namelist()}
+        names = set(content.namelist())
+    tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"llama_npu2"}
     assert len(tops) == 2
+    page = ROOT / "runtime/llama_npu2/serve/page"
+    assert {f"llama_npu2/serve/page/{path.name}" for path in page.iterdir() if path.is_file()} <= names
 
 
 def test_the_wheel_answers_without_the_checkout(installed: Path, demo: Path, tmp_path: Path) -> None:
