@@ -122,7 +122,8 @@ def test_sections_of_one_heading_have_names_of_their_own(page: Page) -> None:
 
 def test_colours_are_variables_of_the_page(page: Page) -> None:
     """Each that drawings and charts use is there; so is no other colour."""
-    style = (ROOT / "stages/reports/pages/page.css").read_text()
+    own, shared = ROOT / "stages/reports/pages", ROOT / "runtime/llama_npu2/serve/page"
+    style = (own / "page.css").read_text() + (shared / "look.css").read_text()
     known = set(re.findall(r"--([a-z0-9-]+): light-dark", style))
     assert {f"series-{n}" for n in range(1, 9)} | {"text", "muted", "surface", "raised", "rule"} <= known
     assert set(re.findall(r"var\(--([a-z0-9-]+)\)", page.html())) <= known

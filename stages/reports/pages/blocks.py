@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from stages.engine.files import write_atomic
+from stages.engine.places import RUNTIME
 
 
 def tag(name: str, *content: object, **attributes: object) -> Markup:
@@ -29,7 +30,7 @@ def tag(name: str, *content: object, **attributes: object) -> Markup:
 
 
 def colour(name: str) -> str:
-    """Return a colour of `page.css` in the notation of CSS, so that drawings follow the theme."""
+    """Return a colour of `page.css` or `look.css` in the notation of CSS, so that drawings follow the theme."""
     return f"var(--{name})"
 
 
@@ -99,6 +100,8 @@ _BUTTONS = tag(
 
 
 _HERE = Path(__file__).parent
+_SHARED = RUNTIME / "llama_npu2/serve/page"
+"""Where the look is that all pages have: the server needs it without a checkout."""
 
 
 @dataclass
@@ -119,7 +122,8 @@ class Page:
     def html(self) -> str:
         """Return the page with its style and its script."""
         template = _templates().get_template("page.html.jinja")
-        return template.render(page=self, style=_own("page.css"), script=_own("page.js"))
+        style = _text(_SHARED / "look.css", _HERE / "page.css")
+        return template.render(page=self, style=style, script=_text(_SHARED / "theme.js", _HERE / "page.js"))
 
     def write(self, path: Path) -> None:
         """Replace a file by the page, atomically."""
@@ -131,5 +135,5 @@ def _templates() -> Environment:
     return Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 
 
-def _own(name: str) -> Markup:
-    return Markup((_HERE / name).read_text(encoding="utf-8"))
+def _text(*paths: Path) -> Markup:
+    return Markup("\n").join(Markup(path.read_text(encoding="utf-8")) for path in paths)

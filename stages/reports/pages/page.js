@@ -1,25 +1,5 @@
 "use strict";
 (() => {
-  const root = document.documentElement;
-  const systemDark = matchMedia("(prefers-color-scheme: dark)");
-  const KEY = "llama-npu2-theme";
-
-  // Some browsers refuse storage to files.
-  const stored = () => { try { return localStorage.getItem(KEY); } catch { return null; } };
-  const store = (theme) => { try { localStorage.setItem(KEY, theme); } catch { /* then it is not remembered */ } };
-
-  const chosen = () => root.dataset.theme || (systemDark.matches ? "dark" : "light");
-  const remembered = stored();
-  if (remembered === "light" || remembered === "dark") root.dataset.theme = remembered;
-
-  // the page
-
-  const show = (theme) => {
-    if (theme) root.dataset.theme = theme;
-    else delete root.dataset.theme;
-    document.getElementById("theme").textContent = chosen() === "dark" ? "Light colours" : "Dark colours";
-  };
-
   // drawings
 
   // By a factor, or (0) to fit; what is at `x`, `y` of the window stays there. A drawing without a view box only becomes
@@ -169,30 +149,20 @@
   };
 
   addEventListener("DOMContentLoaded", () => {
-    show(root.dataset.theme);
-    document.getElementById("theme").addEventListener("click", () => {
-      show(chosen() === "dark" ? "light" : "dark");
-      store(chosen());
-    });
     document.querySelectorAll(".zoom").forEach(zoomable);
     document.querySelectorAll(".graph").forEach(walkable);
   });
-  systemDark.addEventListener("change", () => show(root.dataset.theme));
-  // Paper is white, and shows what is closed.
-  let before;
+  // Paper shows what is closed.
   addEventListener("beforeprint", () => {
-    before = root.dataset.theme;
     document.querySelectorAll("details:not([open])").forEach((each) => {
       each.dataset.closed = "";
       each.open = true;
     });
-    show("light");
   });
   addEventListener("afterprint", () => {
     document.querySelectorAll("details[data-closed]").forEach((each) => {
       delete each.dataset.closed;
       each.open = false;
     });
-    show(before);
   });
 })();
