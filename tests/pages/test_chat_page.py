@@ -379,6 +379,8 @@ WRITTEN = {
     "```py x\na  <b>\n\n  b\n```\nc": "<pre><code>a  &lt;b&gt;\n\n  b</code></pre><p>c</p>",
     "- ```\n  a\n\n  b\n  ```\n- c": "<ul><li><pre><code>a\n\nb</code></pre></li><li>c</li></ul>",
     "~~~~\n```\n~~~\n": "<pre><code>```\n~~~\n</code></pre>",
+    "- a\n\t- b\n\n```\n\ta\tb\n```\n\tc": "<ul><li>a<ul><li>b</li></ul></li></ul><pre><code>\ta\tb</code></pre>"
+    "<pre><code>c</code></pre>",
     "    a\n     b": "<pre><code>a\n b</code></pre>",
     "<b>a</b> <!-- c --> <a href='x'>": "<p>&lt;b&gt;a&lt;/b&gt; &lt;!-- c --&gt; &lt;a href='x'&gt;</p>",
 }
@@ -556,3 +558,8 @@ def test_by_keyboard_alone(talk: Talk) -> None:
         page.keyboard.press("Enter")
         page.get_by_text("Copied").wait_for()
         assert page.evaluate("navigator.clipboard.readText()").strip() == reply
+        hidden = "() => { window.board = navigator.clipboard; Object.defineProperty(navigator, 'clipboard', {}); }"
+        page.evaluate(hidden)  # as where the page comes from another machine
+        page.get_by_role("button", name="Copy message").click()
+        page.get_by_text("Copied").nth(1).wait_for()
+        assert page.evaluate("board.readText()") == "Hello\nthere"

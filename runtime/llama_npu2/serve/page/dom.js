@@ -1,6 +1,6 @@
 // Elements. Text stays text: nothing here takes HTML.
 
-// Attributes whose names begin with "on" are listeners; null, undefined and false leave one out.
+// Attributes whose names begin with "on" are listeners; null, undefined and false leave one out. Content may be lists.
 export const make = (name, attributes = {}, ...content) => {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -8,7 +8,7 @@ export const make = (name, attributes = {}, ...content) => {
     else if (value === true) element.setAttribute(key, "");
     else if (value !== false && value != null) element.setAttribute(key, value);
   }
-  element.append(...content);
+  for (const each of content.flat()) element.append(each);
   return element;
 };
 

@@ -174,11 +174,11 @@ const itemOf = (lines, loose, depth, outline) => {
 const elementOf = (block, depth, outline) => {
   switch (block.kind) {
     case "quote":
-      return make("blockquote", {}, ...[...blocksOf(block.lines, depth + 1)].map((each) => elementOf(each, depth + 1, outline)));
+      return make("blockquote", {}, [...blocksOf(block.lines, depth + 1)].map((each) => elementOf(each, depth + 1, outline)));
     case "list": {
       const items = block.items.map((each) => itemOf(each, block.loose, depth + 1, outline));
-      if (block.number === undefined) return make("ul", {}, ...items);
-      return make("ol", { start: Number(block.number) === 1 ? null : Number(block.number) }, ...items);
+      if (block.number === undefined) return make("ul", {}, items);
+      return make("ol", { start: Number(block.number) === 1 ? null : Number(block.number) }, items);
     }
     case "code": {
       const label = block.language ? `Code in ${block.language}` : "Code";
@@ -193,9 +193,9 @@ const elementOf = (block, depth, outline) => {
     case "table": {
       const row = (texts, name) => {
         const known = texts.slice(0, block.sides.length);
-        return make("tr", {}, ...known.map((text, at) => make(name, { class: block.sides[at] }, inline(text))));
+        return make("tr", {}, known.map((text, at) => make(name, { class: block.sides[at] }, inline(text))));
       };
-      const body = make("tbody", {}, ...block.rows.map((each) => row(each, "td")));
+      const body = make("tbody", {}, block.rows.map((each) => row(each, "td")));
       return scrolling(make("table", {}, make("thead", {}, row(block.head, "th")), body), "Table");
     }
     default:
@@ -454,6 +454,18 @@ const inline = (text) => {
   return made;
 };
 
+// Lines with spaces for the tabs in front of them, but those of code, which may need them.
+const linesOf = (text) => {
+  let fence = null;
+  return text.replace(/\r\n?/g, "\n").replaceAll("\0", "\ufffd").split("\n").map((line) => {
+    const found = fenceOf(line.trimStart());
+    const inside = fence !== null;
+    if (!inside) fence = found;
+    else if (found && found[2].startsWith(fence[2]) && !found[3]) fence = null;
+    return inside && fence ? line : line.replace(/^[ \t]+/, (space) => space.replaceAll("\t", "    "));
+  });
+};
+
 // Shows a text that grows. Blocks that stay as they are keep their elements, and so what is selected or scrolled in them.
 export class Markdown {
   constructor(element) {
@@ -462,7 +474,7 @@ export class Markdown {
   }
 
   show(text) {
-    const lines = text.replace(/\r\n?/g, "\n").replaceAll("\t", "    ").replaceAll("\0", "\ufffd").split("\n");
+    const lines = linesOf(text);
     const blocks = [...blocksOf(lines, 0)];
     const sources = blocks.map(({ start, end }) => lines.slice(start, end).join("\n"));
     let same = 0;

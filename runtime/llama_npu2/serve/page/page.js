@@ -274,7 +274,7 @@ const add = (conversation, text) => {
 
 // Asks again from a message on, with another text.
 const change = async (conversation, at, text) => {
-  await stop(conversation.id);
+  while (running.has(conversation.id)) await stop(conversation.id);
   conversation.messages.length = at;
   if (at === 0) conversation.title = "";
   add(conversation, text);
@@ -361,6 +361,9 @@ $("new").addEventListener("click", (event) => {
   history.pushState(null, "", "#");
   open("");
   prompt.focus();
+});
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) loadModels();  // the server may have got others
 });
 addEventListener("hashchange", () => open(location.hash.slice(1)));
 matchMedia("(max-width: 50rem)").addEventListener("change", () => $("conversations").hidePopover());
