@@ -221,9 +221,9 @@ def test_conversations_are_kept_until_they_are_deleted(talk: Talk) -> None:
         page.get_by_role("link", name="New conversation").click()
         assert page.locator(".reply").count() == 0
         choose(page, System_prompt="")
-        send(page, SECOND, 1)
+        reply = send(page, SECOND, 1)
         page.reload()
-        complete(page, 1)
+        assert complete(page, 1) == reply
         assert page.locator(".said").inner_text() == SECOND
         links = page.get_by_role("navigation").get_by_role("listitem").get_by_role("link")
         assert links.all_inner_texts() == [SECOND, FIRST]
