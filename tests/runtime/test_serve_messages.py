@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,12 @@ from hypothesis import strategies as st
 
 from llama_npu2 import Llama, load
 from llama_npu2.serve.anthropic import fields
-from llama_npu2.serve.anthropic.messages import COUNT_PATH, PATH, shows
+from llama_npu2.serve.anthropic.messages import COUNT_PATH, PATH, shows, turn_of
 from llama_npu2.serve.anthropic.prompts import messages_of, variables_of
+from llama_npu2.serve.conversation import Conversation
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.model import Model
+from llama_npu2.text.chat_template import ChatTemplate
 from llama_npu2.text.replies import Kind, Piece
 from tests.conftest import ROOT, build
 from tests.support.caller import ANSWER, ARGUMENTS, THOUGHT, write_caller
@@ -187,8 +192,11 @@ def test_the_list_of_models(client: anthropic.Anthropic, llm: Llama) -> None:
 # Prompts
 
 
+TEXT = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
+
+
 def test_prompts_are_what_the_chat_template_takes() -> None:
-    text = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
+    text = TEXT
     call = {"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}}
     hidden = {"type": "redacted_thinking", "data": "zzz"}
     request = {
@@ -227,6 +235,42 @@ def test_prompts_are_what_the_chat_template_takes() -> None:
     ]
     first = {"messages": [{"role": "system", "content": "b"}, *ASK], "system": "a"}
     assert messages_of(first, False) == [{"role": "system", "content": "a\nb"}, *ASK]
+
+
+ALTERNATING = """
+{%- set turns = messages | rejectattr("role", "equalto", "tool") | rejectattr("tool_calls", "defined") %}
+{%- for message in turns %}
+    {%- if (message.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("roles must alternate") }}{% endif %}
+{%- endfor %}
+{%- for message in messages %}{{ message.role ~ ": " ~ message.content ~ ";" }}{% endfor %}"""
+
+
+def test_text_after_results_for_templates_that_refuse_it(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": "1"}
+    said: list[Any] = [*ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result, TEXT]}]
+    later = [("system", "c"), ("assistant", "d"), ("user", "e")]
+    said += [{"role": role, "content": content} for role, content in later]
+
+    def prompt(messages: list[Any]) -> str:
+        async def main() -> str:
+            with llm.engine() as engine, closing(Model(llm, engine, 1)) as model:
+                turn = turn_of(asked(messages=messages), False)
+                return llm.tokenizer.decode(await Conversation.encode(model, turn))
+
+        return asyncio.run(main())
+
+    end = "\n<system-reminder>\nc\n</system-reminder>;assistant: d;user: e;"
+    begin = f"user: {ASK[0]['content']};assistant: ;tool: 1"
+    template = ChatTemplate(ALTERNATING, {})
+    monkeypatch.setitem(llm.__dict__, "chat_template", template)
+    assert prompt(said) == f"{begin}\nb{end}"
+    with pytest.raises(RequestError, match="roles must alternate"):
+        prompt([{"role": "assistant", "content": "d"}, *ASK])
+    template.close()
+    monkeypatch.setitem(llm.__dict__, "chat_template", free := ChatTemplate(ALTERNATING.rpartition("\n")[2], {}))
+    assert prompt(said[:3]) == f"{begin};user: b;"
+    free.close()
 
 
 def test_tokens_are_counted_as_they_are_used(client: anthropic.Anthropic, llm: Llama) -> None:

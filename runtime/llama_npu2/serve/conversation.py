@@ -44,6 +44,8 @@ class Turn:
     names: FieldNames = FieldNames()
     if_read: Mapping[str, Any] = field(default_factory=dict)
     """Variables that the chat template gets only if it reads them."""
+    otherwise: Sequence[Mapping[str, Any]] = ()
+    """The conversation in other messages, for templates that refuse it as it is; empty if there is no other way."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Conversation:
         try:
             return await model.encode(turn.messages, turn.names.messages, template=variables)
         except RequestError as error:
+            if turn.otherwise and "the chat template refuses" in error.message:
+                return await Conversation.encode(model, replace(turn, messages=turn.otherwise, otherwise=()))
             # The template's process names a variable that the template does not read.
             for name in variables:
                 if f"reads no variable {name}:" in error.message:

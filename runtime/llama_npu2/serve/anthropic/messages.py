@@ -38,8 +38,9 @@ def turn_of(asked: Mapping[str, Any], keeps_billing_header: bool) -> Turn:
     given, (field, form) = tools_of(asked), _format(asked)
     if given.forced and form:
         raise RequestError(400, f"{field} must be left out: tool_choice forces a call", field)
+    messages, joined = (messages_of(asked, keeps_billing_header, joins) for joins in (False, True))
     return Turn(
-        messages_of(asked, keeps_billing_header),
+        messages,
         Sampling(
             max_tokens=max(asked.get("max_tokens", 1), 1),
             temperature=asked.get("temperature", 1.0),
@@ -52,6 +53,7 @@ def turn_of(asked: Mapping[str, Any], keeps_billing_header: bool) -> Turn:
         most_calls=1 if asked.get("tool_choice", {}).get("disable_parallel_tool_use") else None,
         names=FieldNames(schema=field),
         if_read=variables_of(asked),
+        otherwise=joined if joined != messages else (),
     )
 
 

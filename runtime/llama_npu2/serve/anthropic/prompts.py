@@ -14,7 +14,9 @@ BILLING = "x-anthropic-billing-header:"
 Block = Mapping[str, Any]
 
 
-def messages_of(asked: Mapping[str, Any], keeps_billing_header: bool) -> list[dict[str, Any]]:
+def messages_of(
+    asked: Mapping[str, Any], keeps_billing_header: bool, joins_results: bool = False
+) -> list[dict[str, Any]]:
     """Return the messages of a request's chat template: at most one of the system, then those of the others.
 
     Messages of one role that follow each other become one. Results of tools come before the text beside them.
@@ -22,6 +24,8 @@ def messages_of(asked: Mapping[str, Any], keeps_billing_header: bool) -> list[di
     Args:
         asked: the request.
         keeps_billing_header: whether the line that begins with `BILLING` stays where the system's text begins with it.
+        joins_results: whether what a user says after a tool's result becomes a part of that. Some templates (Mistral's)
+            refuse messages of users that do not follow one of the assistant.
 
     Raises:
         RequestError: for a result of a call that no message before it has.
@@ -30,7 +34,7 @@ def messages_of(asked: Mapping[str, Any], keeps_billing_header: bool) -> list[di
     if system and system[0].startswith(BILLING) and not keeps_billing_header:
         _, _, system[0] = system[0].partition("\n")
         system = system[0 if system[0] else 1 :]
-    said = _Said()
+    said = _Said(joins_results)
     for at, message in enumerate(asked["messages"]):
         blocks = _blocks(message["content"])
         if message["role"] == "assistant":
@@ -56,14 +60,16 @@ def _text(blocks: Sequence[Block], kind: str = "text") -> str:
 class _Said:
     """What users, tools and the assistant say in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, joins_results: bool) -> None:
+        self._joins_results = joins_results
         self.messages: list[dict[str, Any]] = []
         self._called: dict[str, str] = {}
         """The names of the tools that were called, by the ids of the calls."""
 
     def _add(self, role: str, **texts: str) -> dict[str, Any]:
         """Add to the last message if that has the role, else a new one; return it."""
-        if not (self.messages and self.messages[-1]["role"] == role):
+        last = self.messages[-1]["role"] if self.messages else ""
+        if last != role and not (self._joins_results and (last, role) == ("tool", "user")):
             self.messages.append({"role": role, "content": ""})
         message = self.messages[-1]
         message |= {name: "\n".join(filter(None, (message.get(name), text))) for name, text in texts.items()}
