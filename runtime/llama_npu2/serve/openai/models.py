@@ -29,10 +29,13 @@ def _described(model: Model) -> dict[str, Any]:
 
 
 async def list_models(request: Request) -> Response:
-    """Answer `GET /v1/models`."""
+    """Answer `GET /v1/models`.
+
+    Codex reads `models`, and fails without it. An entry would have to bring instructions, in place of its own.
+    """
     described = [_described(model) for model in request.app.models]
     page = {"has_more": False, "first_id": described[0]["id"], "last_id": described[-1]["id"]}
-    return JSONResponse({"object": "list", "data": described, **page})
+    return JSONResponse({"object": "list", "data": described, **page, "models": []})
 
 
 async def show_model(request: Request) -> Response:

@@ -1,0 +1,188 @@
+"""Clients that people use, each with what it does beyond OpenAI's own: types, streams, tools, structure, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import openai
+import pydantic
+import pytest
+
+from llama_npu2 import Llama, load
+from tests.conftest import build
+from tests.support.caller import ANSWER, ARGUMENTS, write_caller
+from tests.support.retrieval import write_embedder
+from tests.support.serving import Server, serving
+
+ASK = "The capital of France is"
+WRITTEN = "The file is written."
+INSTALL = "is not installed: pip install -e '.[clients]'"
+
+
+class City(pydantic.BaseModel, extra="forbid"):
+    """A city."""
+
+    size: Literal["small", "large"]
+    founded: Literal[100, 200] | None
+
+
+class get_weather(pydantic.BaseModel):
+    """Weather of a city."""
+
+    city: Literal["Paris", "Rome"]
+    unit: str = "°C"
+
+
+@pytest.fixture(scope="module")
+def llm(demo: Path) -> Iterator[Llama]:
+    with closing(load(demo)) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def server(demo: Path) -> Iterator[Server]:
+    with serving(demo) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def caller(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    write_caller(checkpoint := tmp_path_factory.mktemp("caller") / "caller")
+    with serving(build(checkpoint, artifacts)) as running:
+        yield running
+
+
+# LangChain
+
+
+def langchain(server: Server, model: str, **more: Any) -> Any:
+    package = pytest.importorskip("langchain_openai", reason=f"langchain-openai {INSTALL}")
+    given = {"temperature": 0, "max_retries": 0, "base_url": f"{server.url}/v1", "api_key": "none"}
+    return package.ChatOpenAI(model=model, **given | more)
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain_answers_and_streams(server: Server, llm: Llama, responses: bool) -> None:
+    chat = langchain(server, "demo", use_responses_api=responses)
+    alone = llm.generate([{"role": "user", "content": ASK}]).whole()
+    made = chat.invoke(ASK)
+    assert made.text == alone.text and made.usage_metadata["output_tokens"] == len(alone.tokens)
+    chunks = [*chat.stream(ASK)]
+    assert "".join(chunk.text for chunk in chunks) == alone.text and len(chunks) > 1
+    said = chat.invoke([("system", "Be brief."), ("human", ASK)])
+    system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASK}]
+    assert said.text == llm.generate(system).text
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain_calls_a_tool_and_goes_on(caller: Server, responses: bool) -> None:
+    chat = langchain(caller, "caller", use_responses_api=responses, max_tokens=60).bind_tools([get_weather])
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    said = [HumanMessage("How is the weather in Paris?")]
+    made = chat.invoke(said)
+    (call,) = made.tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", ARGUMENTS)
+    streamed = None
+    for chunk in chat.stream(said):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert streamed and [each["args"] for each in streamed.tool_calls] == [ARGUMENTS]
+    told = chat.invoke([*said, made, ToolMessage("sunny", tool_call_id=call["id"])])
+    assert told.text == ANSWER and not told.tool_calls
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain_takes_structure(server: Server, responses: bool) -> None:
+    chat = langchain(server, "demo", use_responses_api=responses)
+    made = chat.with_structured_output(City, method="json_schema").invoke("A city.")
+    assert isinstance(made, City)
+
+
+def test_langchain_says_what_is_wrong(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="the context is 2048"):
+        langchain(server, "demo").invoke("word " * 3000)
+    with pytest.raises(openai.NotFoundError, match="there is no model other"):
+        langchain(server, "other").invoke("x")
+
+
+def test_langchain_embeds(artifacts: Path, tmp_path: Path) -> None:
+    package = pytest.importorskip("langchain_openai", reason=f"langchain-openai {INSTALL}")
+    write_embedder(tmp_path / "embedder")
+    directory, texts = build(tmp_path / "embedder", artifacts), ["In China.", "Gravity"]
+    with serving(directory) as running:
+        embeddings = package.OpenAIEmbeddings(
+            model="embedder", base_url=f"{running.url}/v1", api_key="none", check_embedding_ctx_length=False
+        )
+        found = embeddings.embed_documents(texts)
+    with closing(load(directory)) as llm:
+        np.testing.assert_array_equal(np.array(found, np.float32), llm.embed(texts))
+
+
+# instructor
+
+
+def structured(server: Server, mode: str) -> Any:
+    package = pytest.importorskip("instructor", reason=f"instructor {INSTALL}")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return package.from_openai(client, mode=package.Mode[mode])
+
+
+@pytest.mark.parametrize("mode", ["JSON_SCHEMA", "TOOLS", "TOOLS_STRICT"])
+def test_instructor_makes_objects(server: Server, caller: Server, mode: str) -> None:
+    where, name = (server, "demo") if mode == "JSON_SCHEMA" else (caller, "caller")
+    client = structured(where, mode)
+    asked: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": "A city."}], "max_retries": 0}
+    made = client.chat.completions.create(**asked, response_model=City, max_tokens=200, temperature=0)
+    assert isinstance(made, City)
+    with pytest.raises(Exception, match="context"):
+        long = {"role": "user", "content": "word " * 3000}
+        client.chat.completions.create(**asked | {"messages": [long]}, response_model=City)
+
+
+def test_instructor_streams_parts_of_an_object(server: Server) -> None:
+    client = structured(server, "JSON_SCHEMA")
+    said = [{"role": "user", "content": "A city."}]
+    parts = [*client.chat.completions.create_partial(model="demo", messages=said, response_model=City, temperature=0)]
+    assert City.model_validate(parts[-1].model_dump())
+
+
+# Codex
+
+
+@pytest.mark.clients
+@pytest.mark.skipif(not shutil.which("codex"), reason="codex is not installed: npm install -g @openai/codex")
+def test_codex_writes_a_file(artifacts: Path, tmp_path: Path) -> None:
+    """The model calls its tool with a command that writes a file, and says so once it has its result."""
+    call = ['{"name": "exec_command", "arguments": {"cmd": ', '"echo written > made.txt"}}']
+    write_caller(tmp_path / "caller", call, WRITTEN, context=1 << 17)
+    home, work = tmp_path / "home", tmp_path / "work"
+    for directory in (home, work):
+        directory.mkdir()
+    with serving(build(tmp_path / "caller", artifacts)) as running:
+        provider = f'name = "local"\nbase_url = "{running.url}/v1"\nwire_api = "responses"\n'
+        head = 'model = "caller"\nmodel_provider = "local"\n'
+        (home / "config.toml").write_text(f"{head}[model_providers.local]\n{provider}")
+        options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"]
+        run = subprocess.run(
+            ["codex", "exec", *options, "Write made.txt"],
+            cwd=work,
+            env=os.environ | {"CODEX_HOME": str(home), "HOME": str(home)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert run.returncode == 0, run.stderr
+        noted = [line for line in running.lines if "POST /v1/responses 200" in line]
+    items = [event.get("item", {}) for event in map(json.loads, run.stdout.splitlines())]
+    assert [item["text"] for item in items if item.get("type") == "agent_message"] == [WRITTEN], run.stdout
+    assert (work / "made.txt").read_text() == "written\n"
+    assert len(noted) == 2 and int(noted[1].split(" cached")[0].split()[-1]) > 20_000, "the prompt was cached"
