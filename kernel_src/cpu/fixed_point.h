@@ -139,12 +139,12 @@ INLINE void fix_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
     }
 }
 
-// out i8 [count], with room for whole vectors = x / scale, halves to even; returns the scale, the largest magnitude / 127.
-// NaN is the largest bf16 of all, so a row with one has a scale that is none.
-INLINE float quantise(const bf16 *x, int64_t count, int8_t *out) {
+// Calls put(i, the numbers from i on) for whole vectors of x / scale, halves to even, zeros behind `count`; returns the scale,
+// the largest magnitude / 127. NaN is the largest bf16 of all, so a row with one has a scale that is none.
+template <class Put>
+INLINE float quantise(const bf16 *x, int64_t count, const Put &put) {
     const float most = to_float(largest_magnitude(x, count)), inverse = most == 0 ? 0.0f : 127.0f / most;
-    for (int64_t i = 0; i < count; i += lanes)
-        store(out + i, narrowed<i8v>(nearest(load_bf16(x + i, count - i) * inverse)));
+    for (int64_t i = 0; i < count; i += lanes) put(i, nearest(load_bf16(x + i, count - i) * inverse));
     return most / 127.0f;
 }
 

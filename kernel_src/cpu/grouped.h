@@ -67,12 +67,13 @@ struct GroupedPanel {
 // How the numbers of a group of `inputs` lie. `quad_at`: of the outputs whose bytes begin `at` bytes into a line. Numbers
 // are stored `zero` above their value, whose magnitude is `most` at most. Of panels times a vector, two are taken at a time
 // where it has at most `narrow_inputs`, else `wide_streams`; `asks_ahead` says whether lines are asked for: where a line
-// takes little, loads run far enough ahead by themselves.
+// takes little, loads run far enough ahead by themselves. At most `direct_rows` rows are multiplied with numbers as they lie by
+// AVX2: with more, it takes less to widen them once.
 
 struct Nibbles {
     static constexpr int64_t inputs = group_inputs, number_bytes = 256;
     static constexpr int64_t narrow_inputs = 4096;
-    static constexpr int wide_streams = 4;
+    static constexpr int wide_streams = 4, direct_rows = 16;
     static constexpr bool asks_ahead = true;
     static constexpr int zero = 0, most = 15;
 
@@ -111,7 +112,7 @@ struct TwiceE2M1 : Nibbles {
 struct SixBits {
     static constexpr int64_t inputs = group_inputs, number_bytes = 384;
     static constexpr int64_t narrow_inputs = 4096;
-    static constexpr int wide_streams = 8;
+    static constexpr int wide_streams = 8, direct_rows = 4;
     static constexpr bool asks_ahead = true;
     static constexpr int zero = 32, most = 32;
 
@@ -127,7 +128,7 @@ template <int64_t group>
 struct Bytes {
     static constexpr int64_t inputs = group, number_bytes = panel_rows * group;
     static constexpr int64_t narrow_inputs = 1024;
-    static constexpr int wide_streams = 4;
+    static constexpr int wide_streams = 4, direct_rows = 16;
     static constexpr bool asks_ahead = false;
     static constexpr int zero = 128, most = 128;
 
@@ -152,6 +153,8 @@ INLINE i32v load_u8(const uint8_t *p) {
 INLINE f32v load_f16(const uint8_t *p) {
 #if ISA_LANES == 16
     return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif ISA_LANES == 8
+    return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #else
     const u32v half = widen(load<u16v>(p)), magnitude = half & 0x7fff, shifted = magnitude << 13;
     const f32v normal = (f32v)(shifted + 0x38000000), tiny = whole_to_float((i32v)magnitude) * 0x1p-24f;

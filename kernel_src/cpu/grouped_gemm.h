@@ -256,37 +256,35 @@ INLINE void multiply_minima(int64_t rows, const MinimaTileArgs &args) {
 
 #endif
 
-// Rows of a product that are multiplied with weights as they lie, as one vector is (grouped_gemv.h): widening them would take
-// longer than that. A tile has as many of such rows as leave their sums in registers.
+// Rows of a product that are multiplied with weights as they lie, as a vector is (grouped_gemv.h): widening them would take
+// longer than that.
 #if ISA_LANES >= 8 && !ISA_AMX
 
 template <class Format>
-constexpr int64_t direct_rows = ISA_LANES == 16 ? 16 : takes_bytes<Format> ? 0 : 4;
+constexpr int64_t direct_rows = ISA_LANES == 16 ? 16 : takes_bytes<Format> && Format::direct_rows > 8 ? 8 : Format::direct_rows;
 
-// Panels of a tile: two streams are read faster than one.
+// Of a tile: as many rows as leave their sums in registers. Two streams are read faster than one; AVX2 reads blocks of panels in
+// turn instead.
 constexpr int direct_panels = ISA_LANES == 16 ? 2 : 1;
-
-#if ISA_LANES == 16
-template <class>
 constexpr int64_t direct_tile_rows = 4;
-#else
-template <class Format>
-constexpr int64_t direct_tile_rows = by_bytes<Format> ? 2 : 4;
-#endif
+constexpr bool blocks_in_turn = ISA_LANES == 8;
 
-// How far ahead of a panel's numbers lines are asked for: a group, where the machine asks for what comes later.
-template <class Format>
-INLINE int64_t direct_ahead() {
-    return reads_ahead && ISA_LANES == 16 ? Format::number_bytes : prefetch_lines * line_bytes;
-}
+// What tiles ask for with the lines that they read: what lies `ahead` bytes from there. Where `turns` tiles read the same lines,
+// each asks with those of its share of the groups, so that requests come evenly.
+struct Requests {
+    int64_t ahead;
+    uint32_t turn, turns;
+
+    INLINE_MEMBER int64_t of_group(int64_t group) const { return static_cast<uint32_t>(group) % turns == turn ? ahead : 0; }
+};
 
 // From one panel of a tile to the next.
 constexpr int64_t panels_apart = group_panels / direct_panels;
 
 // out[r][p * panels_apart * panel_rows + i] += the share of groups `group` to `until` - 1 of panels `size` bytes apart, for r < R.
-// The first group begins a block of x. What lies `ahead` bytes from each line begins to be read.
+// The first group begins a block of x.
 template <class Format, int R>
-void direct_tile(const uint8_t *panel, int64_t size, int64_t ahead, int64_t group, int64_t until, const RowsOf<Format> &x,
+void direct_tile(const uint8_t *panel, int64_t size, const Requests &requests, int64_t group, int64_t until, const RowsOf<Format> &x,
                  float *out, int64_t out_stride) {
     using Panel = GroupedPanel<Format>;
     constexpr int64_t block_groups = fixed_inputs / Format::inputs, V = direct_panels * sum_vectors;
@@ -302,6 +300,7 @@ void direct_tile(const uint8_t *panel, int64_t size, int64_t ahead, int64_t grou
             for (int64_t v = 0; v < V; v++) total[r][v] = begin_block<Format>(place(r, v));
         for (; group < end; group++) {
             i32v sum[R * V];
+            const int64_t ahead = requests.of_group(group);
             if (group % Panel::block_groups == 0)
                 for (int64_t p = 0; p < direct_panels; p++)
                     __builtin_prefetch(Panel::scales(panel + p * size, group) + ahead, 0, 2);
@@ -362,7 +361,7 @@ public:
     void take(int64_t row, const bf16 *x) {
         const RowOf<Format> own = size_.at(fixed_ + row * size_.bytes());
         if constexpr (!takes_bytes<Format>)
-            if (!direct_) {
+            if (ISA_LANES != 16 || !direct_) {
                 fix_for<Format>(x, size_, own);
                 split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
                 return;
@@ -414,7 +413,7 @@ private:
     void fix(Worker &worker) {
         keep_in(worker.shared_scratch<uint8_t>(kept_bytes(groups_.padded_rows(), size_.cols)), groups_.rows);
         {
-            Chunks chunks(worker, groups_.rows, 8);
+            Chunks chunks(worker, groups_.rows, 8, 1);
             for (int64_t row, end; chunks.next(row, end);)
                 for (; row < end; row++) take(row, x_ + row * size_.cols);
         }
@@ -448,28 +447,42 @@ private:
     }
 
 #if ISA_LANES >= 8 && !ISA_AMX
-    // Panels are read one after the other, as they lie. Rows of several tiles take a panel block by block.
+    // Panels are read as they lie, one after the other or block by block. Rows of several tiles take a panel block by block.
     void multiply_directly(const GemmTask &task) {
         const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first;
-        const Steps steps = {rows, direct_tile_rows<Format>};
-        const int64_t block = steps.count == 1 ? groups : fixed_groups;
+        const Steps steps = {rows, direct_tile_rows};
+        const int64_t block = !blocks_in_turn && steps.count == 1 ? groups : fixed_groups, blocks = (groups + block - 1) / block;
         memset(products_, 0, rows * line_width * sizeof(float));
         groups_.expect(epilogue_, task.group, task.first, rows);
-        for (int64_t p = 0; p < panels_apart; p++) {
+        for (int64_t piece = 0; piece < blocks * panels_apart; piece++) {
+            const int64_t p = blocks_in_turn ? piece % panels_apart : piece / blocks;
+            const int64_t done = (blocks_in_turn ? piece / panels_apart : piece % blocks) * block;
+            const int64_t until = done + block < groups ? done + block : groups;
             const uint8_t *first = groups_.panel(task.group, p);
             const int64_t size = groups_.panel(task.group, p + group_panels - panels_apart) - first;
-            for (int64_t done = 0; done < groups; done += block)
-                for (int64_t step = 0; step < steps.count; step++) {
-                    const int64_t at = steps.first(step), until = done + block < groups ? done + block : groups;
-                    with_rows(steps.first(step + 1) - at, [&](auto known) {
-                        if constexpr (known.count <= direct_tile_rows<Format>)
-                            direct_tile<Format, known.count>(first, size, step == 0 ? direct_ahead<Format>() : 0, done, until,
-                                                             {taken(task.first + at), size_.bytes()},
-                                                             products_ + at * line_width + p * panel_rows, line_width);
-                    });
-                }
+            const int64_t ahead = blocks_in_turn ? to_next_block(task, p, done, until) : near_ahead();
+            for (int64_t step = 0; step < steps.count; step++) {
+                const int64_t at = steps.first(step);
+                const Requests requests = {ahead, static_cast<uint32_t>(step), static_cast<uint32_t>(blocks_in_turn ? steps.count : 1)};
+                with_rows(steps.first(step + 1) - at, [&](auto known) {
+                    if constexpr (known.count <= direct_tile_rows)
+                        direct_tile<Format, known.count>(first, size, requests, done, until, {taken(task.first + at), size_.bytes()},
+                                                         products_ + at * line_width + p * panel_rows, line_width);
+                });
+            }
         }
         finish(task.group, task.first, rows, products_);
+    }
+
+    // How far ahead lines of a panel that is read as a whole are asked for: a group, where the machine asks for what comes later.
+    static int64_t near_ahead() { return reads_ahead ? Format::number_bytes : prefetch_lines * line_bytes; }
+
+    // From a block of a panel, groups `done` to `until` - 1, to what a task reads of it then; 0 where that is nothing.
+    int64_t to_next_block(const GemmTask &task, int64_t p, int64_t done, int64_t until) const {
+        const bool last = until == group_count<Format>(size_.cols);
+        const Upcoming next = groups_.upcoming(task, last ? groups_.panel_elements : Panel::offset(until), Panel::offset(fixed_groups));
+        if (next.bytes == 0) return 0;
+        return next.panels[p] - reinterpret_cast<const char *>(groups_.panel(task.group, p) + Panel::offset(done));
     }
 #endif
 

@@ -15,18 +15,9 @@ constexpr int most_grouped_streams = 8, narrow_streams = 2;
 template <int P>
 constexpr bool is_near = P <= narrow_streams;
 
-// Numbers as vpdpbusd takes them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
-// signed, and high ones what is left of the number.
+// Whether a vector x is taken in bytes.
 template <class Format>
-INLINE void split_bytes(int16_t *numbers, int64_t count) {
-    const __m512i order = _mm512_set_epi64(0x0f0b0d090e0a0c08, 0x0703050106020400, 0x0f0b0d090e0a0c08, 0x0703050106020400,
-                                           0x0f0b0d090e0a0c08, 0x0703050106020400, 0x0f0b0d090e0a0c08, 0x0703050106020400);
-    for (int64_t i = 0; i < count; i += 32) {
-        const __m512i some = _mm512_loadu_si512(numbers + i), rounded = _mm512_add_epi16(some, _mm512_set1_epi16(128));
-        const __m512i bytes = _mm512_mask_blend_epi8(0x5555555555555555, rounded, some);
-        _mm512_storeu_si512(numbers + i, _mm512_shuffle_epi8(bytes, order));
-    }
-}
+constexpr bool by_bytes = true;
 
 // sums[r * P + p] of a group of P panels, `size` bytes apart, times R rows of x, split into bytes. Rows of x are `x_stride`
 // numbers apart, and `sums_of_x`, those of a row's group, `sums_stride`. With `fetch`, what lies `ahead` bytes from the group's
@@ -85,24 +76,10 @@ constexpr int quads_in_16_bits(int most_of_byte) {
 
 constexpr int most_of_low = 128, most_of_high = (most_fixed + 128) >> 8;
 
-// Whether x is taken in bytes, which multiplies a quad of weights as it lies. Where sums have to be widened four times a
-// group, that takes as long as it saves.
+// Whether a vector x is taken in bytes, which multiplies a quad of weights as it lies. Where sums have to be widened four times
+// a group, that takes as long as it saves; and so do two sums for each output, of rows whose sums then do not fit registers.
 template <class Format>
 constexpr bool by_bytes = ISA_LANES == 8 && 2 * quads_in_16_bits<Format>(most_of_low) >= Format::inputs / quad;
-
-// As with AVX512, where x is taken in bytes.
-template <class Format>
-INLINE void split_bytes(int16_t *numbers, int64_t count) {
-    if constexpr (by_bytes<Format>)
-        for (int64_t i = 0; i < count; i += quad) {
-            int8_t bytes[2 * quad];
-            for (int64_t k = 0; k < quad; k++) {
-                bytes[quad_place(k)] = static_cast<int8_t>(numbers[i + k]);
-                bytes[quad + quad_place(k)] = static_cast<int8_t>((numbers[i + k] + 128) >> 8);
-            }
-            memcpy(numbers + i, bytes, sizeof bytes);
-        }
-}
 
 #if ISA_LANES == 8
 
@@ -122,72 +99,87 @@ struct ByteSum {
     }
 };
 
-#endif
-
-// As with AVX512: sums[r * P * sum_vectors + v]. x is in bytes only where `by_bytes` says so. One walk for both loops, with what
-// each does to a quad as its argument, takes 8 % longer with g++ 12.
-template <class Format, class Some, bool fetch, int R>
-INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int64_t x_stride,
-                         const int32_t *sums_of_x, int64_t sums_stride, i32v *sums) {
+// As sums_of_rows, of one row in bytes. One walk for both, with what each does to a quad as its argument, takes 8 % longer with
+// g++ 12.
+template <class Format, class Some, bool fetch>
+INLINE void sums_by_bytes(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int32_t sum_of_x, i32v *sums) {
     constexpr int P = Some::value, V = P * sum_vectors;
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
-    i32v start[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) start[r] = -Format::zero * sums_of_x[r * sums_stride] - i32v{};
-#if ISA_LANES == 8
-    if constexpr (by_bytes<Format>) {
-        ByteSum<quads_in_16_bits<Format>(most_of_low), quads> low[R * V];
-        ByteSum<quads_in_16_bits<Format>(most_of_high), quads> high[R * V];
-#pragma GCC unroll 8
-        for (int i = 0; i < quads; i++) {
-            __m256i lower[R], upper[R];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                lower[r] = (__m256i)splat_pair(x + r * x_stride + i * quad);
-                upper[r] = (__m256i)splat_pair(x + r * x_stride + i * quad + 2);
-            }
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) {
-                const uint8_t *own = numbers + v / sum_vectors * size;
-                if (fetch && i % per_line == 0 && v % sum_vectors == 0)
-                    prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead);
-                const __m256i four = (__m256i)Format::quad_at(own, i, v % sum_vectors * lanes * quad);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    low[r * V + v].add(i, four, lower[r]);
-                    high[r * V + v].add(i, four, upper[r]);
-                }
-            }
-        }
-#pragma GCC unroll 8
-        for (int v = 0; v < R * V; v++)
-            sums[v] = start[v / V] + (i32v)_mm256_add_epi32(_mm256_slli_epi32(high[v].wide, 8), low[v].wide);
-        return;
-    }
-#endif
-#pragma GCC unroll 8
-    for (int v = 0; v < R * V; v++) sums[v] = start[v / V];
+    ByteSum<quads_in_16_bits<Format>(most_of_low), quads> low[V];
+    ByteSum<quads_in_16_bits<Format>(most_of_high), quads> high[V];
 #pragma GCC unroll 8
     for (int i = 0; i < quads; i++) {
-        i32v first[R], second[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            first[r] = splat_pair(x + r * x_stride + i * quad);
-            second[r] = splat_pair(x + r * x_stride + i * quad + 2);
-        }
+        const __m256i lower = (__m256i)splat_pair(x + i * quad), upper = (__m256i)splat_pair(x + i * quad + 2);
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
             if (fetch && i % per_line == 0 && v % sum_vectors == 0)
                 prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead);
-            const quadv four = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
+            const __m256i four = (__m256i)Format::quad_at(own, i, v % sum_vectors * lanes * quad);
+            low[v].add(i, four, lower);
+            high[v].add(i, four, upper);
+        }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++)
+        sums[v] = -Format::zero * sum_of_x + (i32v)_mm256_add_epi32(_mm256_slli_epi32(high[v].wide, 8), low[v].wide);
+}
+
+#endif
+
+// As with AVX512, of x in pairs: sums[r * P * sum_vectors + v]. What a row is multiplied with next is in registers for all rows,
+// whose numbers come from memory.
+template <class Format, class Some, bool fetch, int R>
+INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int64_t x_stride,
+                         const int32_t *sums_of_x, int64_t sums_stride, i32v *sums) {
+    constexpr int P = Some::value, V = P * sum_vectors;
+    constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
+#pragma GCC unroll 8
+    for (int v = 0; v < R * V; v++) sums[v] = -Format::zero * sums_of_x[v / V * sums_stride] - i32v{};
+#pragma GCC unroll 8
+    for (int i = 0; i < quads; i++) {
+        quadv four[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const uint8_t *own = numbers + v / sum_vectors * size;
+            if (fetch && i % per_line == 0 && v % sum_vectors == 0)
+                prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead);
+            four[v] = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            quadv two[V];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) two[v] = half == 0 ? four[v] & 0xff : four[v] >> 8;
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                i32v &sum = sums[r * V + v];
-                sum = multiply_pairs(four >> 8, second[r], multiply_pairs(four & 0xff, first[r], sum));
-                settle(sum);
+                const i32v pair = splat_pair(x + r * x_stride + i * quad + 2 * half);
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) {
+                    i32v &sum = sums[r * V + v];
+                    sum = multiply_pairs(two[v], pair, sum);
+                    settle(sum);
+                }
             }
         }
+    }
+}
+
+#endif
+
+#if ISA_LANES >= 8
+
+// Numbers as products of bytes take them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
+// signed, and high ones what is left of the number.
+INLINE void split_bytes(int16_t *numbers, int64_t count) {
+    const __m128i order = _mm_set_epi64x(0x0f0b0d090e0a0c08, 0x0703050106020400);
+    for (int64_t i = 0; i < count; i += 2 * lanes) {
+        const quadv some = load<quadv>(numbers + i), bytes = (some & 0xff) | ((some + 128) & 0xff00);
+#if ISA_LANES == 16
+        store(numbers + i, _mm512_shuffle_epi8((__m512i)bytes, _mm512_broadcast_i32x4(order)));
+#else
+        store(numbers + i, _mm256_shuffle_epi8((__m256i)bytes, _mm256_broadcastsi128_si256(order)));
+#endif
     }
 }
 
@@ -283,6 +275,21 @@ INLINE void sums_of_group(const ByteRows<Format::inputs> &x, int64_t g, const ui
     for (int v = 0; v < R * V; v++) sums[v] = sum[v].total();
 }
 
+// The same of a vector.
+template <class Format, class Some, bool fetch>
+INLINE void sums_of_group(const FixedRow &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
+#if ISA_LANES == 8
+    if constexpr (by_bytes<Format>)
+        return sums_by_bytes<Format, Some, fetch>(numbers, size, ahead, x.numbers + g * Format::inputs, x.sums[g], sums);
+#endif
+    sums_of_group<Format, Some, fetch, 1>({x, 0}, g, numbers, size, ahead, sums);
+}
+
+template <class Format, class Some, bool fetch>
+INLINE void sums_of_group(const ByteRow<Format::inputs> &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
+    sums_of_group<Format, Some, fetch, 1>({x, 0}, g, numbers, size, ahead, sums);
+}
+
 // The total of groups with group g of a row, whose sum is `sum`; `own` are its scales, of which that of output `first` counts.
 template <class Format>
 INLINE f32v add_group(f32v total, i32v sum, const FixedRow &, int64_t, const uint8_t *own, int64_t first) {
@@ -308,11 +315,13 @@ INLINE void end_block(float *sums, f32v total, const RowOf<Format> &x, int64_t b
     else add_block(sums, total, x.units[block]);
 }
 
-// A row of x as products of one row take it.
+// A row of x as products of a vector take it.
 template <class Format>
 INLINE void take_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
     fix_for<Format>(x, size, row);
-    split_bytes<Format>(row.numbers, size.blocks() * fixed_inputs);
+#if ISA_LANES >= 8
+    if (by_bytes<Format>) split_bytes(row.numbers, size.blocks() * fixed_inputs);
+#endif
 }
 
 template <class Format>
@@ -392,10 +401,10 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const RowOf
             const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
             i32v sum[vectors];
             if (!asks && g < near_end) {
-                sums_of_group<Format, Some, false, 1>({x, 0}, g, numbers, size, ahead, sum);
+                sums_of_group<Format, Some, false>(x, g, numbers, size, ahead, sum);
             } else {
                 prefetch_scales<Format, Some>(fetched, size, g + offset);
-                sums_of_group<Format, Some, true, 1>({x, 0}, g, numbers, size, ahead, sum);
+                sums_of_group<Format, Some, true>(x, g, numbers, size, ahead, sum);
             }
 #pragma GCC unroll 8
             for (int64_t v = 0; v < vectors; v++) {

@@ -29,8 +29,8 @@ inline bool system_keeps_tiles() {
 inline Isa supported_isa() {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return Isa::portable;
-    const unsigned fma_osxsave_avx = 1u << 12 | 1u << 27 | 1u << 28;
-    if ((ecx & fma_osxsave_avx) != fma_osxsave_avx) return Isa::portable;
+    const unsigned wanted = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29;  // FMA, OSXSAVE, AVX, F16C
+    if ((ecx & wanted) != wanted) return Isa::portable;
     unsigned enabled, high;
     asm volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
     if ((enabled & 0x6) != 0x6) return Isa::portable;  // the system saves ymm registers

@@ -57,7 +57,7 @@ struct Int8Kv {
 
     // numbers i8 [head_dim], with room for whole vectors.
     INLINE const int8_t *stored(const bf16 *row, int64_t head_dim, int8_t *numbers, int8_t *block, int64_t offset) {
-        const float scale = quantise(row, head_dim, numbers);
+        const float scale = quantise(row, head_dim, [&](int64_t i, i32v whole) { store(numbers + i, narrowed<i8v>(whole)); });
         memcpy(block + offset * row_elements, &scale, sizeof scale);
         return numbers;
     }

@@ -26,7 +26,7 @@
 #if ISA_LANES == 16
 #define ISA_FEATURES "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx512vnni,avx2,fma,f16c"
 #elif ISA_LANES == 8
-#define ISA_FEATURES "avx2,fma"
+#define ISA_FEATURES "avx2,fma,f16c"
 #endif
 
 #define ISA_PRAGMA(text) _Pragma(#text)

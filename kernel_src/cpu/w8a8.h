@@ -33,16 +33,22 @@ INLINE_MEMBER void widen_row<W8A8>(const uint8_t *panel, int64_t group, int64_t 
     for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);
 }
 
+// A number of x: 128 is added to it. AVX2 multiplies pairs of 16 bits, in the order of a quad.
+using QuantisedNumber = std::conditional_t<ISA_LANES == 8, int16_t, uint8_t>;
+constexpr int64_t quantised_quad = quad * sizeof(QuantisedNumber);  // in bytes
+
 // Bytes of a quantised row of x, with room for whole vectors, and no power of two: a tile of rows is in several sets of a
 // cache.
-INLINE int64_t quantised_size(int64_t cols) { return (cols + line_bytes - 1) / line_bytes * line_bytes + line_bytes; }
+INLINE int64_t quantised_size(int64_t cols) {
+    return ((cols + line_bytes - 1) / line_bytes * line_bytes + line_bytes) * static_cast<int64_t>(sizeof(QuantisedNumber));
+}
 
-// out u8 [quantised_size] = 128 + x / scale; returns the scale.
+// out QuantisedNumber [cols], in room for quantised_size bytes, = 128 + x / scale; returns the scale.
 INLINE float quantise_row(const bf16 *x, int64_t cols, uint8_t *out) {
-    const float scale = quantise(x, cols, reinterpret_cast<int8_t *>(out));
-    for (int64_t i = 0; i < cols; i++) out[i] ^= 0x80;
-    for (int64_t i = cols; i < quad_count(cols) * quad; i++) out[i] = 0x80;
-    return scale;
+    return quantise(x, cols, [&](int64_t i, i32v whole) {
+        if constexpr (ISA_LANES == 8) store(out + i * 2, narrowed<i16v>(in_quad_order(whole + 128)));
+        else store(out + i, narrowed<i8v>(whole + 128));
+    });
 }
 
 // sums f32 [16] = sums i32 [16] in units of both scales.
@@ -105,48 +111,44 @@ void integer_tile(const IntegerTileArgs &args) {
 
 #elif ISA_LANES == 8
 
-// Rows whose sums registers hold.
-constexpr int strip_sum_rows = 3;
-
-// A panel times R rows from `row` on. Not vpmaddubsw, which saturates: numbers are widened to 16 bits. A register holds two
-// sums for each of four outputs.
-template <int R, bool fetching>
-INLINE void integer_strip(const IntegerTileArgs &args, int p, int row) {
-    constexpr int parts = 4;
-    const uint8_t *lines = args.panels[p] + GroupedPanel<W8A8>::header, *x = args.x + row * args.x_stride;
-    const uint8_t *soon = lines + args.from * line_bytes + args.ahead;
-    const int64_t stride = args.x_stride;
-    __m256i sum[R][parts] = {};
-    for (int64_t k = args.from; k < args.until; k++) {
-        if (fetching) __builtin_prefetch(soon + (k - args.from) * args.ahead_step, 0, 2);
-        __m256i inputs[R];
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            int32_t four;
-            __builtin_memcpy(&four, x + r * stride + k * quad, 4);
-            inputs[r] = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) {
-            const __m256i some = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(lines + k * line_bytes + 16 * i)));
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) sum[r][i] = _mm256_add_epi32(sum[r][i], _mm256_madd_epi16(inputs[r], some));
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < parts; i++) {
-            int32_t halves[8], *out = args.sums + (row + r) * args.sums_stride + p * panel_rows + 4 * i;
-            store(halves, sum[r][i]);
-            for (int j = 0; j < 4; j++) out[j] += halves[2 * j] + halves[2 * j + 1];
-        }
-}
-
+// Not vpmaddubsw, which saturates: numbers are widened to 16 bits. Sums of all rows with a panel are in registers.
 template <int R, int P, bool fetching>
 void integer_tile(const IntegerTileArgs &args) {
-    constexpr int first = R > strip_sum_rows ? R - R / 2 : R, rest = R - first;
+    typedef int16_t pairv __attribute__((vector_size(lanes * 4)));
     for (int p = 0; p < P; p++) {
-        integer_strip<first, fetching>(args, p, 0);
-        if constexpr (rest > 0) integer_strip<rest, false>(args, p, first);
+        const uint8_t *lines = args.panels[p] + GroupedPanel<W8A8>::header, *soon = lines + args.from * line_bytes + args.ahead;
+        int32_t *const sums = args.sums + p * panel_rows;
+        i32v sum[R][sum_vectors];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < sum_vectors; v++) sum[r][v] = load<i32v>(sums + r * args.sums_stride + v * lanes);
+        for (int64_t k = args.from; k < args.until; k++) {
+            if (fetching) __builtin_prefetch(soon + (k - args.from) * args.ahead_step, 0, 2);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                quadv two[sum_vectors];
+#pragma GCC unroll 4
+                for (int v = 0; v < sum_vectors; v++) {
+                    const pairv four = load<pairv>(lines + k * line_bytes + v * lanes * quad);
+                    two[v] = (quadv)((half == 0 ? four << 8 : four) >> 8);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const uint8_t *x = args.x + r * args.x_stride + k * quantised_quad;
+                    const i32v pair = splat_pair(reinterpret_cast<const int16_t *>(x) + 2 * half);
+#pragma GCC unroll 4
+                    for (int v = 0; v < sum_vectors; v++) {
+                        sum[r][v] = multiply_pairs(two[v], pair, sum[r][v]);
+                        settle(sum[r][v]);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < sum_vectors; v++) store(sums + r * args.sums_stride + v * lanes, sum[r][v]);
     }
 }
 
@@ -314,7 +316,7 @@ private:
         const int64_t whole = groups_.padded_rows();
         keep_in(worker.shared_scratch<uint8_t>(kept_bytes(whole, cols_)), whole);
         {
-            Chunks chunks(worker, groups_.rows, 8);
+            Chunks chunks(worker, groups_.rows, 8, 1);
             for (int64_t row, end; chunks.next(row, end);)
                 for (; row < end; row++) take(row, x_ + row * cols_);
         }

@@ -93,7 +93,7 @@ def sets_used_here_without(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
         return sets_used_here()
 
 
-AVX2 = "sse2 avx2 fma"
+AVX2 = "sse2 avx2 fma f16c"
 AVX512 = f"{AVX2} avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_vnni"
 AMX = f"{AVX512} amx_tile amx_int8 amx_bf16"
 

@@ -23,7 +23,7 @@ SOURCES = KERNELS / "cpu"
 LANES = {"amx": 16, "avx512bf16": 16, "avx2": 8, "portable": 4}
 """Instruction set, best first -> f32 lanes of its vector registers."""
 
-_AVX2 = {"avx2", "fma"}
+_AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"}
 _FEATURES = {
     "amx": _AVX512 | {"amx_tile", "amx_int8", "amx_bf16"},
