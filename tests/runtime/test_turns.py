@@ -225,11 +225,11 @@ def test_a_turn_is_as_long_as_changing_over_asks_for(monkeypatch: pytest.MonkeyP
     ("run", "message"),
     [
         (Run([1], 0, [0], 1), "a run of 1 rows from 0 on in None"),
-        (Run([], 0, [0], 0, DECODE), "a run of 0 rows"),
-        (Run([1], 0, [0], 2, DECODE), "a run of 1 rows"),
-        (Run([1], 128, [0], 1, DECODE), "a run up to 129 has no table of blocks below 3"),
-        (Run([1], 0, [3], 1, DECODE), "a run up to 1 has no table of blocks below 3"),
-        (Run([VOCAB], 0, [0], 1, DECODE), "a token is outside the vocabulary of 50"),
+        (Run([], 0, [0], 0, phase=DECODE), "a run of 0 rows"),
+        (Run([1], 0, [0], 2, phase=DECODE), "a run of 1 rows"),
+        (Run([1], 128, [0], 1, phase=DECODE), "a run up to 129 has no table of blocks below 3"),
+        (Run([1], 0, [3], 1, phase=DECODE), "a run up to 1 has no table of blocks below 3"),
+        (Run([VOCAB], 0, [0], 1, phase=DECODE), "a token is outside the vocabulary of 50"),
     ],
     ids=str,
 )
