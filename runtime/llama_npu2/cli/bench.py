@@ -45,7 +45,8 @@ PEAK_ITERATIONS = 10_000_000
 READ_PASSES = 9
 LEGEND = (
     "limit: the share reached of what the machine allows, measured next to each test: of the bf16 peak (pp) or of the\n"
-    "read bandwidth (tg). Above 100 %, data came from a cache. For peak memory: its size relative to the weights'."
+    "read bandwidth (tg). Above 100 %, data came from a cache. For several sequences (tg x): of the bandwidth, or of\n"
+    "the rate of our prompts' products. For peak memory: its size relative to the weights'."
 )
 SETTLE = 0.1
 """Seconds of rest after an engine ran: its threads that still spin would take cores from the next measurement."""
@@ -322,6 +323,11 @@ class Bench:
         """
         return statistics.median(self.device.measure_read(self.weights) for _ in range(READ_PASSES))
 
+    def prompt_products(self) -> float:
+        """Return the operations per second of our shortest prompt."""
+        rows = min(PROMPTS[0], self.llm.context_length)
+        return self._prefill_flop(rows) / self.engines[0].prefill(self.tokens(rows))
+
     def tokens(self, count: int) -> list[int]:
         """Return random token ids."""
         return self.generator.integers(0, self.config["vocab"], count).tolist()
@@ -353,12 +359,13 @@ class Bench:
     def decode_streams(self, count: int) -> Result:
         """Measure tokens per second of `count` sequences together, a token of each at a time.
 
-        The limit is what reading weights once for all of them allows, or multiplying for each, whichever is less.
+        The limit is what reading weights once for all of them allows, or multiplying for each at the rate of our
+        prompts, whichever is less.
         """
         flop = 2 * sum(weight.values * share for weight, share in _token_weights(self.llm).values())
         return self._compare(
             f"tg{GENERATED} x {count}",
-            lambda: np.array([self.read_bandwidth(), self.device.measure_peak("bf16", PEAK_ITERATIONS)]),
+            lambda: np.array([self.read_bandwidth(), self.prompt_products()]),
             lambda engine: np.array([engine.token_bytes / count, flop]),
             lambda engine, ids: engine.decode_streams([ids[i::count] for i in range(count)]),
             GENERATED * count,

@@ -369,7 +369,8 @@ class Llama(Engine):
         """Append the last of `ids` to the context; return the logits after it and each draft, `[1 + drafts, vocab]`."""
         position, count = len(ids) - 1, 1 + len(drafted)
         table = range(-(-(position + count) // BLOCK_POSITIONS))
-        logits = self.steps.step([Run([ids[-1], *drafted], position, table, count)])
+        # A copy, because who takes a piece of the reply may use the model before the next row is looked at.
+        logits = self.steps.step([Run([ids[-1], *drafted], position, table, count)]).copy()
         self._cached.append(ids[-1])
         return logits
 

@@ -68,16 +68,12 @@ class NativeSteps:
         self._tokens[: len(ids)] = ids
         if len(ids) == 1 and runs[0].logits and not runs[0].hidden:
             self._token.run_rows(rows)
-            return self._logits[None].copy()
+            return self._logits[None]
         self._layers.run_rows(rows)
         ends = accumulate(len(run.tokens) for run in runs)
         hidden = [self._row_hidden(end - 1) for run, end in zip(runs, ends, strict=True) if run.hidden]
         self.hidden = np.stack(hidden) if hidden else np.empty((0, 0))
-        wanted = list(_rows_with_logits(runs))
-        logits = np.empty((len(wanted), len(self._logits)), np.float32)
-        for out, computed in zip(logits, self._row_logits.of(wanted), strict=True):
-            out[:] = computed
-        return logits
+        return self._row_logits.together(list(_rows_with_logits(runs)))
 
     def _placed(self, run: Run) -> Rows:
         return Rows(len(run.tokens), run.position, np.ascontiguousarray(run.blocks, np.int32))

@@ -58,6 +58,15 @@ class RowLogits:
         for start in range(0, len(rows), self._several.most):
             yield from self._several.of(rows[start : start + self._several.most])
 
+    def together(self, rows: Sequence[int]) -> np.ndarray:
+        """Return float32 logits `[len(rows), vocab]` of ascending rows, valid until the next ones are asked for."""
+        if self._several is not None and 1 < len(rows) <= self._several.most:
+            return self._several.of(rows)
+        logits = np.empty((len(rows), len(self._logits)), np.float32)
+        for out, computed in zip(logits, self.of(rows), strict=True):
+            out[:] = computed
+        return logits
+
 
 def logits_phase(manifest: Manifest) -> Phase | None:
     """Return the phase that computes logits of several rows, if there is one."""
