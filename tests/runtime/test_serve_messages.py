@@ -287,6 +287,15 @@ def test_tokens_are_counted_as_they_are_used(client: anthropic.Anthropic, llm: L
     assert client.messages.count_tokens(model="demo", messages=long).input_tokens == len(llm.encode(long)) > 2048
 
 
+def test_a_model_that_is_not_loaded_counts_tokens(demo: Path, llm: Llama) -> None:
+    with serving(demo, "--keep-alive=0") as running:
+        client = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
+        client.messages.create(**by_client(max_tokens=1))
+        for _ in range(2):
+            assert client.models.retrieve("demo").to_dict()["status"] == {"value": "unloaded"}
+            assert client.messages.count_tokens(model="demo", messages=ASK).input_tokens == len(llm.encode(ASK))  # type: ignore[arg-type]
+
+
 STORY = "There was a king who had a castle, a horse and three daughters, and each of them had a garden. " * 8
 
 

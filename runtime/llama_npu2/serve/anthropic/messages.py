@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.options import Sampling
-from llama_npu2.serve.answers import answering, of_request
+from llama_npu2.serve.answers import answering, of_request, ready
 from llama_npu2.serve.anthropic.common import ID, error_in_stream, new_id
 from llama_npu2.serve.anthropic.fields import count_fields, message_fields
 from llama_npu2.serve.anthropic.prompts import messages_of, tools_of, variables_of
@@ -229,6 +229,7 @@ async def _count_tokens(request: Request, keeps_billing_header: bool) -> Respons
     model = of_request(request, value)
     asked = checked(value, closed(*count_fields(model.vocabulary)))
     turn = turn_of(asked, keeps_billing_header)
+    await ready(request, model)
     try:
         tokens = len(await unless_gone(request.receive, Conversation.encode(model, turn)))
     except TooLongError as error:
