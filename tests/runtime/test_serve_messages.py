@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llama_npu2 import Llama, load
+from llama_npu2.errors import UserError
 from llama_npu2.serve.anthropic import fields
 from llama_npu2.serve.anthropic.messages import COUNT_PATH, PATH, shows, turn_of
 from llama_npu2.serve.anthropic.prompts import messages_of, variables_of
 from llama_npu2.serve.conversation import Conversation
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.model import Model
 from llama_npu2.text.chat_template import ChatTemplate
 from llama_npu2.text.replies import Kind, Piece
 from tests.conftest import ROOT, build
@@ -245,32 +244,38 @@ ALTERNATING = """
 {%- for message in messages %}{{ message.role ~ ": " ~ message.content ~ ";" }}{% endfor %}"""
 
 
-def test_text_after_results_for_templates_that_refuse_it(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+class Rendering:
+    """Stands in for a model: its prompts are texts."""
+
+    def __init__(self, source: str) -> None:
+        self.template = ChatTemplate(source, {})
+
+    async def encode(self, messages: Any, field: str, template: Any) -> str:
+        try:
+            return self.template.render(messages, **template)
+        except UserError as error:
+            raise RequestError.of(error, field) from None
+
+
+def test_text_after_results_for_templates_that_refuse_it() -> None:
     call = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "x", "content": "1"}
     said: list[Any] = [*ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result, TEXT]}]
     later = [("system", "c"), ("assistant", "d"), ("user", "e")]
     said += [{"role": role, "content": content} for role, content in later]
+    strict, free = Rendering(ALTERNATING), Rendering(ALTERNATING.rpartition("\n")[2])
 
-    def prompt(messages: list[Any]) -> str:
-        async def main() -> str:
-            with llm.engine() as engine, closing(Model(llm, engine, 1)) as model:
-                turn = turn_of(asked(messages=messages), False)
-                return llm.tokenizer.decode(await Conversation.encode(model, turn))
+    def prompt(model: Any, messages: list[Any]) -> Any:
+        return asyncio.run(Conversation.encode(model, turn_of(asked(messages=messages), False)))
 
-        return asyncio.run(main())
-
-    end = "\n<system-reminder>\nc\n</system-reminder>;assistant: d;user: e;"
     begin = f"user: {ASK[0]['content']};assistant: ;tool: 1"
-    template = ChatTemplate(ALTERNATING, {})
-    monkeypatch.setitem(llm.__dict__, "chat_template", template)
-    assert prompt(said) == f"{begin}\nb{end}"
+    end = "\n<system-reminder>\nc\n</system-reminder>;assistant: d;user: e;"
+    assert prompt(strict, said) == f"{begin}\nb{end}"
+    assert prompt(free, said) == f"{begin};user: b{end}"
     with pytest.raises(RequestError, match="roles must alternate"):
-        prompt([{"role": "assistant", "content": "d"}, *ASK])
-    template.close()
-    monkeypatch.setitem(llm.__dict__, "chat_template", free := ChatTemplate(ALTERNATING.rpartition("\n")[2], {}))
-    assert prompt(said[:3]) == f"{begin};user: b;"
-    free.close()
+        prompt(strict, [{"role": "assistant", "content": "d"}, *ASK])
+    for each in (strict, free):
+        each.template.close()
 
 
 def test_tokens_are_counted_as_they_are_used(client: anthropic.Anthropic, llm: Llama) -> None:
