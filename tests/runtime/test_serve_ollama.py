@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +17,11 @@ import pytest
 
 from llama_npu2 import Llama, load
 from llama_npu2.serve.ollama import chat as chats
-from llama_npu2.serve.ollama import common, generate
+from llama_npu2.serve.ollama import common, embed, generate
 from llama_npu2.serve.ollama import models as about_models
 from tests.conftest import ROOT, build
 from tests.support.caller import ANSWER, ARGUMENTS, THOUGHT, write_caller
+from tests.support.retrieval import write_embedder
 from tests.support.serving import HASTY, Server, serving
 
 ASK = [{"role": "user", "content": "The capital of France is"}]
@@ -283,6 +285,42 @@ def test_models_are_not_changed(client: ollama.Client, change: Any) -> None:
     assert raised.value.status_code == 501
 
 
+# Embeddings
+
+
+def test_embeddings(artifacts: Path, tmp_path: Path) -> None:
+    write_embedder(checkpoint := tmp_path / "embedder")
+    directory = build(checkpoint, artifacts)
+    texts = ["In China.", "naïve <|im_end|> text"]
+    with closing(load(directory)) as llm:
+        alone, short = llm.embed(texts).tolist(), llm.embed(texts[0], 8).tolist()
+        tokens = sum(len(llm.encode(text, raw=True)) for text in texts)
+    with serving(directory) as running:
+        client = ollama.Client(running.url)
+        made = client.embed("embedder", texts)
+        assert made.embeddings == alone and made.prompt_eval_count == tokens and made.total_duration
+        assert client.embed("embedder:latest", texts[0], dimensions=8, keep_alive="5m").embeddings == short
+        assert client.embeddings("embedder", texts[1]).embedding == alone[1]
+        assert client.show("embedder").capabilities == ["embedding"]
+        assert client.embed("embedder", "", keep_alive=0).embeddings == []
+        assert client.embeddings("embedder", "").embedding == []
+        for body, message in (
+            ({"input": ["x", 1]}, "input[1]"),
+            ({"input": "x", "truncate": True}, "texts are not cut"),
+            ({"input": "x", "dimensions": 10**6}, "choose 1 to"),
+            ({"input": ["x", "word " * 9000]}, "tokens, the context is"),
+        ):
+            found = running.ask("/api/embed", {"model": "embedder", **body})
+            assert found.status == 400 and message in found.json["error"]
+        with pytest.raises(ollama.ResponseError, match="makes embeddings and writes no text"):
+            client.chat("embedder", ASK)
+
+
+def test_other_models_make_no_embeddings(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="no embedding model"):
+        client.embed("demo", "x")
+
+
 # What is refused
 
 
@@ -402,7 +440,7 @@ def test_a_stream_says_that_it_is_alive_in_lines_that_say_nothing(server: Server
     assert ollama.GenerateResponse(**lines[0]).response == ""
 
 
-@pytest.mark.parametrize("api", [chats, generate, about_models])
+@pytest.mark.parametrize("api", [chats, generate, embed, about_models])
 def test_the_reference_has_every_field(api: Any) -> None:
     page = (ROOT / "docs/reference/http.md").read_text()
     for path in (route.path for route in api.ROUTES):

@@ -21,7 +21,7 @@ from llama_npu2.serve.keys import Keys
 from llama_npu2.serve.models import Models
 from llama_npu2.serve.ollama import chat as ollama_chat
 from llama_npu2.serve.ollama import common as ollama
-from llama_npu2.serve.ollama import generate
+from llama_npu2.serve.ollama import embed, generate
 from llama_npu2.serve.ollama import models as ollama_models
 from llama_npu2.serve.openai import chat, completions, embeddings, responses
 from llama_npu2.serve.openai import common as openai
@@ -52,7 +52,8 @@ class Application:
         self.models, self.most_bytes = models, most_bytes
         routes = [Route("/health", health, methods=["GET"])]
         of_openai = (openai_models, chat, completions, responses, embeddings)
-        for api in (*of_openai, ollama_chat, generate, ollama_models, rerank, tokenize, metrics, page):
+        of_ollama = (ollama_chat, generate, embed, ollama_models)
+        for api in (*of_openai, *of_ollama, rerank, tokenize, metrics, page):
             routes += api.ROUTES
         routes += messages.routes(keeps_billing_header)
         self._router = Router(routes, redirect_slashes=False)

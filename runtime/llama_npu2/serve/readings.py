@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llama_npu2.errors import UserError
-from llama_npu2.serve.answers import Fields, of_request
+from llama_npu2.serve.answers import Fields, of_request, ready
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.events import unless_gone
 from llama_npu2.serve.failures import RequestError
@@ -100,10 +101,56 @@ def reading(
         value = await read_json(request, request.app.most_bytes)
         model = of_request(request, value)
         asked = checked(value, closed(*fields(model.vocabulary)))
-        with closing(Readings(model)) as readings:
-            request.scope["noted"] = readings.noted
-            found = await unless_gone(request.receive, answer(readings, asked))
-            # Thousands of embeddings as JSON take seconds to write.
-            return await model.in_thread(lambda: JSONResponse(found))
+        await ready(request, model)
+        return await read_for(request, model, lambda readings: answer(readings, asked))
 
     return respond
+
+
+async def read_for(
+    request: Request, model: Model, answer: Callable[[Readings], Coroutine[Any, Any, dict[str, Any]]]
+) -> Response:
+    """Return the response to a request whose model is ready. Raises RequestError, GoneError.
+
+    Args:
+        request: what is answered.
+        model: which reads.
+        answer: returns the answer. Raises RequestError.
+    """
+    with closing(Readings(model)) as readings:
+        request.scope["noted"] = readings.noted
+        found = await unless_gone(request.receive, answer(readings))
+        # Thousands of embeddings as JSON take seconds to write.
+        response: Response = await model.in_thread(lambda: JSONResponse(found))
+        return response
+
+
+async def embedded(
+    readings: Readings,
+    texts: Sequence[str | list[int]],
+    field: Callable[[int], str],
+    dimensions: int = 0,
+    instruction: str = "",
+) -> list[np.ndarray]:
+    """Return the embeddings of texts, or of tokens as they are. Raises RequestError.
+
+    Args:
+        readings: of the request.
+        texts: what is embedded.
+        field: returns where the request has the text of a number.
+        dimensions: as for `Llama.embed`.
+        instruction: as for `Llama.embed`.
+    """
+    model = readings.model
+    try:
+        embedding = model.llm.embedding(dimensions, instruction)
+    except UserError as error:
+        raise RequestError.of(error, "model") from None
+
+    async def embed(number: int, text: str | list[int]) -> np.ndarray:
+        taken = embedding.text(text) if isinstance(text, str) else text
+        ids = await model.tokens_of(partial(model.llm.encode, taken, raw=True), taken, field(number))
+        (found,) = await readings.read(ids, field(number), lambda _, hidden: embedding.of(hidden), hidden=True)
+        return found
+
+    return await readings.each(texts, embed)

@@ -57,7 +57,8 @@ def empty(why: str) -> Check:
     return check
 
 
-def _keep_alive(value: Any) -> None:
+def check_keep_alive(value: Any) -> None:
+    """Check how long a model is to stay loaded: seconds, or a text."""
     if type(value) is str:
         try:
             seconds_of(value)
@@ -117,7 +118,7 @@ OF_REPLIES: Mapping[str, Check] = {
     "format": _format,
     "think": _think,
     "options": closed({}, OPTIONS),
-    "keep_alive": _keep_alive,
+    "keep_alive": check_keep_alive,
     "logprobs": flag,
     "top_logprobs": whole(0, 20),
     "truncate": only(False, "prompts are not cut"),

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import base64
-from functools import partial
 from typing import Any
 
 import numpy as np
 from starlette.routing import Route
 
-from llama_npu2.errors import UserError
 from llama_npu2.schema import Check, one_of, string, whole
 from llama_npu2.serve.answers import Fields
-from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import word
 from llama_npu2.serve.openai.common import each_text, texts_or_tokens
-from llama_npu2.serve.readings import Readings, reading
+from llama_npu2.serve.readings import Readings, embedded, reading
 
 _MOST_INPUTS = 2048
 """As in OpenAI's API."""
@@ -35,27 +32,20 @@ def fields(vocabulary: int) -> Fields:
 
 async def _embeddings(readings: Readings, asked: dict[str, Any]) -> dict[str, Any]:
     """Return the answer. Raises RequestError."""
-    model = readings.model
-    try:
-        embedding = model.llm.embedding(asked.get("dimensions", 0), asked.get("instruction", ""))
-    except UserError as error:
-        raise RequestError.of(error, "model") from None
     texts, several = each_text(asked["input"])
-
-    async def embed(number: int, text: str | list[int]) -> np.ndarray:
-        field = f"input[{number}]" if several else "input"
-        taken = embedding.text(text) if isinstance(text, str) else text
-        ids = await model.tokens_of(partial(model.llm.encode, taken, raw=True), taken, field)
-        (found,) = await readings.read(ids, field, lambda _, hidden: embedding.of(hidden), hidden=True)
-        return found
-
-    found = await readings.each(texts, embed)
+    found = await embedded(
+        readings,
+        texts,
+        lambda number: f"input[{number}]" if several else "input",
+        asked.get("dimensions", 0),
+        asked.get("instruction", ""),
+    )
     base64_wanted = asked.get("encoding_format") == "base64"
     shown = [_in_base64(values) if base64_wanted else values.tolist() for values in found]
     return {
         "object": "list",
         "data": [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)],
-        "model": model.name,
+        "model": readings.model.name,
         "usage": {"prompt_tokens": readings.tokens, "total_tokens": readings.tokens},
     }
 

@@ -1,0 +1,91 @@
+"""`POST /api/embed` and `POST /api/embeddings`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from llama_npu2.schema import Check, list_of, string, whole
+from llama_npu2.serve.answers import Fields, of_request, ready
+from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.fields import closed, only, word
+from llama_npu2.serve.ollama.common import OPTIONS, Clock, check_keep_alive, patience
+from llama_npu2.serve.readings import Readings, embedded, read_for
+
+_MOST_INPUTS = 2048
+_COMMON: Mapping[str, Check] = {"keep_alive": check_keep_alive, "options": closed({}, OPTIONS)}
+_several = list_of(string, 0, _MOST_INPUTS)
+
+
+def _input(value: Any) -> None:
+    (_several if type(value) is list else string)(value)
+
+
+def fields(vocabulary: int) -> Fields:
+    """Return the checks of a request to `/api/embed`."""
+    more: dict[str, Check] = {"dimensions": whole(0, 1 << 20), "truncate": only(False, "texts are not cut"), **_COMMON}
+    return {"model": word, "input": _input}, more
+
+
+def _fields_of_older(vocabulary: int) -> Fields:
+    return {"model": word, "prompt": string}, _COMMON
+
+
+def _answering(
+    fields: Callable[[int], Fields], name: str, shape: Callable[[Mapping[str, Any], list[list[float]]], dict[str, Any]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return what answers the requests to one path.
+
+    Args:
+        fields: as for `answers.answering`.
+        name: of the field that has the texts. Without any, the model is loaded or unloaded.
+        shape: returns the answer to the fields of a request, with embeddings.
+    """
+
+    async def answer(request: Request) -> Response:
+        came = time.perf_counter_ns()
+        value = await read_json(request, request.app.most_bytes)
+        model = of_request(request, value)
+        asked = checked(value, closed(*fields(model.vocabulary)))
+        given, keep_alive = asked[name], patience(asked)
+        texts: Sequence[str] = given if isinstance(given, list) else [given] if given else []
+        if not texts and keep_alive == 0:
+            request.app.models.expire(model)
+            return JSONResponse(shape(asked, []))
+        await ready(request, model, keep_alive)
+        if not texts:
+            return JSONResponse(shape(asked, []))
+        clock = Clock(came, time.perf_counter_ns())
+
+        def field(number: int) -> str:
+            return f"{name}[{number}]" if isinstance(given, list) else name
+
+        async def embed(readings: Readings) -> dict[str, Any]:
+            found = await embedded(readings, texts, field, asked.get("dimensions", 0))
+            times = {"total_duration": time.perf_counter_ns() - clock.came, "load_duration": clock.loaded - clock.came}
+            made = shape(asked, [each.tolist() for each in found])
+            # Answers to older requests say nothing else.
+            return made if "embedding" in made else {**made, **times, "prompt_eval_count": readings.tokens}
+
+        return await read_for(request, model, embed)
+
+    return answer
+
+
+def _shape(asked: Mapping[str, Any], found: list[list[float]]) -> dict[str, Any]:
+    return {"model": asked["model"], "embeddings": found}
+
+
+def _shape_of_older(asked: Mapping[str, Any], found: list[list[float]]) -> dict[str, Any]:
+    return {"embedding": found[0] if found else []}
+
+
+ROUTES = [
+    Route("/api/embed", _answering(fields, "input", _shape), methods=["POST"]),
+    Route("/api/embeddings", _answering(_fields_of_older, "prompt", _shape_of_older), methods=["POST"]),
+]
