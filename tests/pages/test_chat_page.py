@@ -16,6 +16,7 @@ from tests.support import browser
 from tests.support.serving import Server, serving
 
 CHAT = "/v1/chat/completions"
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 FIRST, SECOND = "The capital of France is", "The capital of Spain is"
 ON_AND_ON = {"logit_bias": {"2039": -100, "2047": -100}}
 """Makes replies that end by their length alone."""
@@ -31,36 +32,37 @@ def server(demo: Path) -> Iterator[Server]:
 
 
 def test_its_files_need_no_key_and_are_asked_for_anew(strict: Server) -> None:
-    page = strict.ask("/")
+    page = strict.ask("/", **BROWSER)
     assert page.status == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
     names = [path.name for path in (ROOT / "runtime/llama_npu2/serve/page").iterdir() if path.suffix in (".js", ".css")]
     kinds = {".js": "text/javascript", ".css": "text/css"}
     for path in ("/", "/page/icon.svg", *(f"/page/{name}" for name in names)):
-        found = strict.ask(path)
+        found = strict.ask(path, **BROWSER)
         assert found.status == 200 and found.headers["cache-control"] == "no-cache"
         assert found.headers["content-security-policy"] == page.headers["content-security-policy"]
         assert found.headers["x-content-type-options"] == "nosniff"
         assert found.headers["content-type"].startswith(kinds.get(Path(path).suffix, ""))
-        head = strict.ask(path, method="HEAD")
+        head = strict.ask(path, method="HEAD", **BROWSER)
         assert (head.status, head.content) == (200, b"") and head.headers["content-length"] == str(len(found.content))
         tag = found.headers["etag"]
         for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
-            again = strict.ask(path, If_None_Match=known)
+            again = strict.ask(path, If_None_Match=known, **BROWSER)
             assert (again.status, again.content) == (304, b"") and again.headers["etag"] == tag
-        assert strict.ask(path, If_None_Match='"other"').status == 200
+        assert strict.ask(path, If_None_Match='"other"', **BROWSER).status == 200
     for path in ("/page", "/page/", "/page/__init__.py", "/page/../gate.py", "/index.html"):
         assert strict.ask(path).status == 401
-    assert strict.ask("/", {}).status == 405
+    assert strict.ask("/", {}, **BROWSER).status == 405
     assert strict.ask("/", Host="evil.example").status == 403
+    assert strict.ask("/").content == strict.ask("/", Accept="*/*").content == b"Ollama is running"
 
 
 def test_nothing_but_its_own_server_is_allowed(server: Server) -> None:
-    policy = server.ask("/").headers["content-security-policy"]
+    policy = server.ask("/", **BROWSER).headers["content-security-policy"]
     rules = dict(each.strip().partition(" ")[::2] for each in policy.split(";"))
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
     allowed = {value for name, value in rules.items() if name.endswith("-src") and name != "default-src"}
     assert allowed == {"'self'"} and rules["require-trusted-types-for"] == "'script'"
-    html = server.ask("/").content.decode()
+    html = server.ask("/", **BROWSER).content.decode()
     assert not re.search(r"<style|style=|<script>|\son\w+=|https?://", html)
 
 
@@ -284,6 +286,32 @@ def test_reasoning_is_folded_and_given_back(talk: Talk) -> None:
         assert thought.locator(".text").inner_text() == "First, this. Then."
         send(page, SECOND, 2)
         assert bodies[1]["messages"][1]["reasoning_content"] == "First, *this*. Then."
+
+
+def test_a_conversation_keeps_its_model(talk: Talk) -> None:
+    with talk() as page:
+        bodies = asked_by(page)
+        listed = {"object": "list", "data": [{"id": "demo"}, {"id": "other"}]}
+        page.route("**/v1/models", lambda route: route.fulfill(json=listed))
+        page.reload()
+        model = page.get_by_label("Model")
+        model.select_option("other")
+        answer(page, {"content": "Done."}, END)
+        send(page, FIRST, 1)
+        model.select_option("demo")
+        page.get_by_role("link", name="New conversation").click()
+        send(page, SECOND, 1)
+        model.select_option("other")
+        page.reload()
+        page.get_by_role("link", name=FIRST).click()
+        page.wait_for_selector(f".said:text-is('{FIRST}')")
+        assert model.input_value() == "demo"
+        listed["data"] = [{"id": "third"}]
+        page.reload()
+        page.locator("#model option[value=third]").wait_for(state="attached")
+        send(page, "Thank you.", 2)
+        assert page.get_by_role("heading", level=2).all_inner_texts()[1::2] == ["Reply of other", "Reply of third"]
+    assert [body["model"] for body in bodies] == ["other", "demo", "third"]
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,7 @@ def test_models(server: Server, client: ollama.Client, demo: Path) -> None:
     assert server.ask("/api/version").json["version"].count(".") == 2
     for method, path in (("HEAD", "/"), ("GET", "/"), ("HEAD", "/api/tags"), ("HEAD", "/api/version")):
         assert server.ask(path, method=method).status == 200
+    assert server.ask("/").content == b"Ollama is running"
 
 
 def test_models_are_loaded_and_unloaded_by_requests(demo: Path, caller: Path) -> None:

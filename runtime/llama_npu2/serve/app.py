@@ -53,7 +53,7 @@ class Application:
         routes = [Route("/health", health, methods=["GET"])]
         of_openai = (openai_models, chat, completions, responses, embeddings)
         of_ollama = (ollama_chat, generate, embed, ollama_models)
-        for api in (*of_openai, *of_ollama, rerank, tokenize, metrics, page):
+        for api in (page, *of_openai, *of_ollama, rerank, tokenize, metrics):
             routes += api.ROUTES
         routes += messages.routes(keeps_billing_header)
         self._router = Router(routes, redirect_slashes=False)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, anything, flag, string
@@ -160,10 +160,16 @@ async def refused(request: Request) -> Response:
     )
 
 
+async def running(request: Request) -> Response:
+    """Answer `HEAD /` and `GET /`, by which clients see that a server is there."""
+    return PlainTextResponse("Ollama is running")
+
+
 ROUTES = [
     Route("/api/tags", tags, methods=["GET"]),
     Route("/api/ps", ps, methods=["GET"]),
     Route("/api/show", show, methods=["POST"]),
     Route("/api/version", version, methods=["GET"]),
     *(Route(f"/api/{name}", refused, methods=["POST", "DELETE"]) for name in _REFUSED),
+    Route("/", running, methods=["GET"]),
 ]

@@ -12,9 +12,11 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import PurePath
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 _TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _FIRST = "index.html"
@@ -37,6 +39,7 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
+    "vary": "accept",
     "x-content-type-options": "nosniff",
 }
 
@@ -55,11 +58,21 @@ def _answering(content: bytes, suffix: str) -> Callable[[Request], Awaitable[Res
     return answer
 
 
+class _ForBrowsers(Route):
+    """Leaves requests of others than browsers to other routes of the path: clients of some APIs ask for it, too."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(scope) if "text/html" in Headers(scope=scope).get("accept", "") else (Match.NONE, {})
+
+
 def _routes(folder: Traversable) -> Iterator[Route]:
     for file in sorted(folder.iterdir(), key=lambda each: each.name):
         if (suffix := PurePath(file.name).suffix) in _TYPES:
-            path = "/" if file.name == _FIRST else f"/page/{file.name}"
-            yield Route(path, _answering(file.read_bytes(), suffix), methods=["GET"])
+            answer = _answering(file.read_bytes(), suffix)
+            if file.name == _FIRST:
+                yield _ForBrowsers("/", answer, methods=["GET"])
+            else:
+                yield Route(f"/page/{file.name}", answer, methods=["GET"])
 
 
 ROUTES = [*_routes(files(__package__))]

@@ -26,7 +26,8 @@ const replaceKey = (refused) => {
 const problemOf = async (response) => {
   const said = await response.json().then((body) => body.error.message, () => "");
   if (response.status === 429) return new Problem(`The server is busy: ${said || "too many replies are under way"}.`);
-  return new Problem(said ? `The server refuses this: ${said}.` : `The server answers with status ${response.status}.`);
+  if (!said) return new Problem(`The server answers with status ${response.status}.`);
+  return new Problem(`${response.status < 500 ? "The server refuses this" : "The server has failed"}: ${said}.`);
 };
 
 const request = async (path, options = {}) => {
