@@ -37,7 +37,7 @@ from llama_npu2.serve.replies import Replies
 from llama_npu2.serve.tokens import Pieces
 from llama_npu2.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
-from tests.support.serving import HASTY, Server, serving
+from tests.support.serving import HASTY, Server, serving, wait_for
 
 ASK = [{"role": "user", "content": "The capital of France is"}]
 ON_AND_ON = {"logit_bias": {"2039": -100, "2047": -100}, "seed": 3}
@@ -585,13 +585,6 @@ def head(length: int) -> bytes:
     lines = [f"POST {RAW} HTTP/1.1", "Host: localhost", "Authorization: Bearer s3cret"]
     lines += ["Content-Type: application/json", f"Content-Length: {length}", "", ""]
     return "\r\n".join(lines).encode()
-
-
-def wait_for(fact: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from llama_npu2.text.chat_template import ChatTemplate
 from llama_npu2.text.replies import Kind, Piece
 from tests.conftest import ROOT, build
 from tests.support.caller import ANSWER, ARGUMENTS, THOUGHT, write_caller
-from tests.support.serving import HASTY, Server, serving
+from tests.support.serving import HASTY, Server, serving, wait_for
 
 ASK = [{"role": "user", "content": "The capital of France is"}]
 LONG: list[Any] = [{"role": "user", "content": "Once upon a time"}]
@@ -297,7 +297,7 @@ def test_a_model_that_is_not_loaded_counts_tokens(demo: Path, llm: Llama) -> Non
         client = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
         client.messages.create(**by_client(max_tokens=1))
         for _ in range(2):
-            assert client.models.retrieve("demo").to_dict()["status"] == {"value": "unloaded"}
+            wait_for(lambda: client.models.retrieve("demo").to_dict()["status"] == {"value": "unloaded"})
             assert client.messages.count_tokens(model="demo", messages=ASK).input_tokens == len(llm.encode(ASK))  # type: ignore[arg-type]
 
 

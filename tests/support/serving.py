@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,11 @@ def serving(directory: Path, *options: str, others: Sequence[Path] = (), before:
 
 def _collect(stream: Any, lines: list[str]) -> None:
     lines += (line.rstrip() for line in stream)
+
+
+def wait_for(fact: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait until a function returns something that is true."""
+    deadline = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

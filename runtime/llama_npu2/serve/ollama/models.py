@@ -83,7 +83,8 @@ def _listed(model: Model) -> dict[str, Any]:
 
 
 def _capabilities(model: Model) -> list[str]:
-    found = {"completion": True, "tools": reads_tools(model), "thinking": thinks(model)}
+    found = {"completion": not model.embeds, "embedding": model.embeds}
+    found |= {"tools": model.chats and reads_tools(model), "thinking": model.chats and thinks(model)}
     return [name for name, has in found.items() if has]
 
 
