@@ -17,6 +17,22 @@ Check = Callable[[Any], object]
 """A function that raises Invalid for a value that it does not allow."""
 
 
+def described(describe: Callable[[], dict[str, Any]]) -> Callable[[Check], Check]:
+    """Return a decorator that gives a check the JSON schema of what it allows, which is made when it is asked for."""
+
+    def give(check: Check) -> Check:
+        vars(check)["describe"] = describe
+        return check
+
+    return give
+
+
+def described_by(check: Check) -> dict[str, Any]:
+    """Return the JSON schema of what a check allows. That of one that says nothing allows all."""
+    found: dict[str, Any] = vars(check).get("describe", dict)()
+    return found
+
+
 class Invalid(ValueError):
     """A value that is not allowed."""
 
@@ -47,6 +63,7 @@ def load_json(content: bytes) -> Any:
 def whole(least: int, most: int) -> Check:
     """Return a check for a whole number from `least` to `most`, both included."""
 
+    @described(lambda: {"type": "integer", "minimum": least, "maximum": most})
     def check(value: Any) -> None:
         # isinstance takes a bool for an int.
         if type(value) is not int or not least <= value <= most:
@@ -61,6 +78,7 @@ def positive(value: Any) -> None:
         raise Invalid(value, "a positive number")
 
 
+@described(lambda: {"type": "boolean"})
 def flag(value: Any) -> None:
     """Check that a value is true or false."""
     if type(value) is not bool:
@@ -71,6 +89,7 @@ def anything(value: Any) -> None:
     """Accept any value: it is only compared, or checked where it is used."""
 
 
+@described(lambda: {"type": "string"})
 def string(value: Any) -> None:
     """Check that a value is a string."""
     if type(value) is not str:
@@ -81,6 +100,7 @@ def text(pattern: str, wanted: str) -> Check:
     """Return a check for a string that the regular expression `pattern` matches from end to end."""
     compiled = re.compile(pattern)
 
+    @described(lambda: {"type": "string", "pattern": f"^(?:{pattern})$"})
     def check(value: Any) -> None:
         if type(value) is not str or not compiled.fullmatch(value):
             raise Invalid(value, wanted)
@@ -92,6 +112,7 @@ def one_of(*allowed: str) -> Check:
     """Return a check for a string that is one of these."""
     wanted = f"one of {', '.join(allowed)}"
 
+    @described(lambda: {"enum": [*allowed]})
     def check(value: Any) -> None:
         if type(value) is not str or value not in allowed:
             raise Invalid(value, wanted)
@@ -117,6 +138,7 @@ def either(first: Check, second: Check, wanted: str) -> Check:
 def list_of(item: Check, least: int = 0, most: int = 1 << 20) -> Check:
     """Return a check for a list of `least` to `most` values, each of which passes `item`."""
 
+    @described(lambda: {"type": "array", "items": described_by(item), "minItems": least, "maxItems": most})
     def check(value: Any) -> None:
         if type(value) is not list or not least <= len(value) <= most:
             raise Invalid(value, f"a list of {least} to {most}")
@@ -129,6 +151,7 @@ def list_of(item: Check, least: int = 0, most: int = 1 << 20) -> Check:
 def mapping(key: Check, item: Check) -> Check:
     """Return a check for an object whose keys the file chooses."""
 
+    @described(lambda: {"type": "object", "additionalProperties": described_by(item)})
     def check(value: Any) -> None:
         if type(value) is not dict:
             raise Invalid(value, "an object")

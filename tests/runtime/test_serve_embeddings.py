@@ -191,7 +191,7 @@ def test_refusals_of_ranks(ranks: Server, more: dict[str, Any], field: str, mess
 def test_models_without_the_right_tokens_are_refused(demo: Path) -> None:
     with serving(demo) as running:
         for path, body, message in (
-            (EMBED, {"input": "x"}, "no embedding model"),
+            (EMBED, {"input": "x"}, "demo is no embedding model"),
             (RANK, {"query": "x", "documents": ["y"]}, "cannot rerank: its tokenizer has no token"),
         ):
             found = running.ask(path, {"model": "demo", **body})

@@ -61,9 +61,22 @@ Fields = tuple[Mapping[str, Check], Mapping[str, Check]]
 """Checks of the fields that a request must have, and of those that it may have."""
 
 
+Respond = Callable[[Request], Awaitable[Response]]
+
+
+def takes(fields: Callable[[int], Fields]) -> Callable[[Respond], Respond]:
+    """Return a decorator that notes which fields the requests have that a function answers."""
+
+    def note(respond: Respond) -> Respond:
+        vars(respond)["fields"] = fields
+        return respond
+
+    return note
+
+
 def answering(
     fields: Callable[[int], Fields], make: Callable[[Model, dict[str, Any]], Answer], heartbeat: bytes = COMMENT
-) -> Callable[[Request], Awaitable[Response]]:
+) -> Respond:
     """Return what answers the requests to one path.
 
     Args:
@@ -72,6 +85,7 @@ def answering(
         heartbeat: what a stream says whenever no event has come for a while.
     """
 
+    @takes(fields)
     async def answer(request: Request) -> Response:
         value = await read_json(request, request.app.most_bytes)
         model = of_request(request, value)

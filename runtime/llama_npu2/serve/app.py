@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llama_npu2.serve import metrics, page, rerank, tokenize
+from llama_npu2.serve import metrics, openapi, page, rerank, tokenize
 from llama_npu2.serve.anthropic import common as anthropic
 from llama_npu2.serve.anthropic import messages
 from llama_npu2.serve.failures import RequestError
@@ -53,10 +53,10 @@ class Application:
         routes = [Route("/health", health, methods=["GET"])]
         of_openai = (openai_models, chat, completions, responses, embeddings)
         of_ollama = (ollama_chat, generate, embed, ollama_models)
-        for api in (page, *of_openai, *of_ollama, rerank, tokenize, metrics):
+        for api in (*of_openai, *of_ollama, rerank, tokenize, metrics):
             routes += api.ROUTES
-        routes += messages.routes(keeps_billing_header)
-        self._router = Router(routes, redirect_slashes=False)
+        self.routes = [*routes, *messages.routes(keeps_billing_header)]
+        self._router = Router([*page.ROUTES, *self.routes, *openapi.ROUTES], redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self

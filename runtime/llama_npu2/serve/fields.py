@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llama_npu2.errors import closest
-from llama_npu2.schema import Check, Invalid, inside, list_of, string, text
+from llama_npu2.schema import Check, Invalid, described, described_by, inside, list_of, string, text
 
 MOST_DEPTH = 64
 """How deeply lists and objects of a request may lie in one another."""
@@ -23,6 +23,7 @@ _MOST_BIASES = 1024
 def number(least: float, most: float) -> Check:
     """Return a check for a number from `least` to `most`, both included."""
 
+    @described(lambda: {"type": "number", "minimum": least, "maximum": most})
     def check(value: Any) -> None:
         if type(value) not in (int, float) or not least <= value <= most:
             raise Invalid(value, f"a number from {least:g} to {most:g}")
@@ -33,6 +34,7 @@ def number(least: float, most: float) -> Check:
 def left_out(why: str) -> Check:
     """Return a check that refuses every value, for fields of an API that are not supported."""
 
+    @described(lambda: {"not": {}})
     def check(value: Any) -> None:
         raise Invalid(value, f"left out: {why}")
 
@@ -42,6 +44,7 @@ def left_out(why: str) -> Check:
 def only(allowed: Any, why: str) -> Check:
     """Return a check for one value, where an API knows others that are not supported."""
 
+    @described(lambda: {"const": allowed})
     def check(value: Any) -> None:
         if type(value) is not type(allowed) or value != allowed:
             raise Invalid(value, f"{json.dumps(allowed)} or left out: {why}")
@@ -53,6 +56,18 @@ def closed(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Chec
     """Return a check for an object with these keys and no others. Optional ones may be null."""
     known = [*required, *optional]
 
+    def describe() -> dict[str, Any]:
+        may = {name: described_by(check) for name, check in optional.items()}
+        properties = {name: described_by(check) for name, check in required.items()}
+        properties |= {name: {"anyOf": [each, {"type": "null"}]} for name, each in may.items() if each != {"not": {}}}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": [*required],
+            "additionalProperties": False,
+        }
+
+    @described(describe)
     def check(value: Any) -> None:
         if type(value) is not dict:
             raise Invalid(value, "an object")
@@ -72,6 +87,11 @@ def closed(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Chec
 def by(key: str, kinds: Mapping[str, Check], what: str) -> Check:
     """Return a check for an object whose value at `key` says which of several checks it has to pass."""
 
+    def describe() -> dict[str, Any]:
+        each = {name: {"properties": {key: {"const": name}}, "required": [key]} for name in kinds}
+        return {"anyOf": [{"allOf": [described_by(kinds[name]), each[name]]} for name in kinds]}
+
+    @described(describe)
     def check(value: Any) -> None:
         if type(value) is not dict or key not in value:
             raise Invalid(value, f"an object with {key}")
@@ -90,6 +110,7 @@ def _one_of(names: Iterable[str], what: str) -> Check:
     return check
 
 
+@described(lambda: {"type": "string", "minLength": 1})
 def word(value: Any) -> None:
     """Check that a value is a text that is not empty."""
     string(value)
@@ -101,18 +122,21 @@ def one_or_list(item: Check, least: int, most: int) -> Check:
     """Return a check for a value that passes `item`, or a list of `least` to `most` such values."""
     several = list_of(item, least, most)
 
+    @described(lambda: {"anyOf": [described_by(item), described_by(several)]})
     def check(value: Any) -> None:
         (several if type(value) is list else item)(value)
 
     return check
 
 
+@described(lambda: {"type": "object"})
 def json_object(value: Any) -> None:
     """Check that a value is an object, with any content."""
     if type(value) is not dict:
         raise Invalid(value, "an object")
 
 
+@described(lambda: {"type": ["object", "boolean"]})
 def json_schema(value: Any) -> None:
     """Check that a value may be a JSON schema."""
     if type(value) not in (dict, bool):
@@ -123,6 +147,7 @@ tool_name: Check = text(r"[A-Za-z0-9_.-]{1,64}", "a name of letters, digits, _, 
 """Checks the name of a tool."""
 
 
+@described(lambda: {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP})
 def stop_text(value: Any) -> None:
     """Check one stop string."""
     if type(value) is not str or not 0 < len(value) <= _LONGEST_STOP:
@@ -137,6 +162,12 @@ def biases(vocabulary: int) -> Check:
     """Return a check for an object that adds numbers to the logits of tokens, whose ids are its keys."""
     bias = number(-100, 100)
 
+    def describe() -> dict[str, Any]:
+        ids = {"pattern": f"^(?:[0-9]{{1,{len(str(vocabulary)) - 1}}})$"}
+        biases = {"propertyNames": ids, "additionalProperties": described_by(bias), "maxProperties": _MOST_BIASES}
+        return {"type": "object", **biases}
+
+    @described(describe)
     def check(value: Any) -> None:
         if type(value) is not dict or len(value) > _MOST_BIASES:
             raise Invalid(value, f"an object with at most {_MOST_BIASES} keys")

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llama_npu2.errors import UserError
-from llama_npu2.serve.answers import Fields, of_request, ready
+from llama_npu2.serve.answers import Fields, Respond, of_request, ready, takes
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.events import unless_gone
 from llama_npu2.serve.failures import RequestError
@@ -89,7 +89,7 @@ class Readings:
 
 def reading(
     fields: Callable[[int], Fields], answer: Callable[[Readings, dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
-) -> Callable[[Request], Awaitable[Response]]:
+) -> Respond:
     """Return what answers the requests to a path, whose texts are read.
 
     Args:
@@ -97,6 +97,7 @@ def reading(
         answer: returns the answer to the fields of a request. Raises RequestError.
     """
 
+    @takes(fields)
     async def respond(request: Request) -> Response:
         value = await read_json(request, request.app.most_bytes)
         model = of_request(request, value)
@@ -142,6 +143,8 @@ async def embedded(
         instruction: as for `Llama.embed`.
     """
     model = readings.model
+    if not model.embeds:
+        raise RequestError(400, f"{model.name} is no embedding model: serve one to ask for embeddings", "model")
     try:
         embedding = model.llm.embedding(dimensions, instruction)
     except UserError as error:

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from llama_npu2.engine.retrieval import Relevance, ranked
 from llama_npu2.errors import UserError
-from llama_npu2.schema import Check, Invalid, flag, list_of, string, whole
+from llama_npu2.schema import Check, Invalid, described, described_by, flag, list_of, string, whole
 from llama_npu2.serve.answers import Fields
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import closed, word
@@ -21,6 +21,7 @@ _MOST_DOCUMENTS = 2048
 _with_text = closed({"text": string}, {})
 
 
+@described(lambda: {"anyOf": [described_by(string), described_by(_with_text)]})
 def _document(value: Any) -> None:
     if type(value) not in (str, dict):
         raise Invalid(value, "a text, or an object with text")

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from llama_npu2 import __version__
 from llama_npu2.errors import UserError
 from llama_npu2.schema import Check, flag, list_of, string, whole
-from llama_npu2.serve.answers import of_request, ready
+from llama_npu2.serve.answers import Fields, of_request, ready, takes
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import closed, only, word
@@ -28,11 +28,20 @@ TO_TOKENS: dict[str, Check] = {
 }
 
 
+def _to_tokens(vocabulary: int) -> Fields:
+    return {"content": string}, TO_TOKENS
+
+
+def _to_text(vocabulary: int) -> Fields:
+    return {"tokens": list_of(whole(0, vocabulary - 1), 0, _MOST_TOKENS)}, {"model": word}
+
+
+@takes(_to_tokens)
 async def tokenize(request: Request) -> Response:
     """Answer `POST /tokenize`. Raises RequestError, GoneError."""
     value = await read_json(request, request.app.most_bytes)
     model = of_request(request, value)
-    asked = checked(value, closed({"content": string}, TO_TOKENS))
+    asked = checked(value, closed(*_to_tokens(model.vocabulary)))
     await ready(request, model)
     encode = partial(model.llm.tokenizer.encode, asked["content"], asked.get("add_special", False))
     ids: list[int] = await _in_thread(model, encode, "content")
@@ -49,12 +58,12 @@ def _piece(model: Model, token: int) -> str | list[int]:
         return [*content]
 
 
+@takes(_to_text)
 async def detokenize(request: Request) -> Response:
     """Answer `POST /detokenize`. Raises RequestError, GoneError."""
     value = await read_json(request, request.app.most_bytes)
     model = of_request(request, value)
-    tokens = list_of(whole(0, model.vocabulary - 1), 0, _MOST_TOKENS)
-    asked = checked(value, closed({"tokens": tokens}, {"model": word}))
+    asked = checked(value, closed(*_to_text(model.vocabulary)))
     await ready(request, model)
     decode = partial(model.llm.tokenizer.decode, asked["tokens"], skip_special_tokens=False)
     return JSONResponse({"content": await _in_thread(model, decode, "tokens")})

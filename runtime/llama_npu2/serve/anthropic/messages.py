@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.options import Sampling
-from llama_npu2.serve.answers import answering, of_request, ready
+from llama_npu2.serve.answers import Respond, answering, of_request, ready, takes
 from llama_npu2.serve.anthropic.common import ID, error_in_stream, new_id
 from llama_npu2.serve.anthropic.fields import count_fields, message_fields
 from llama_npu2.serve.anthropic.prompts import messages_of, tools_of, variables_of
@@ -239,9 +239,10 @@ async def _count_tokens(request: Request, keeps_billing_header: bool) -> Respons
     return JSONResponse({"input_tokens": tokens})
 
 
-def _with_id(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def _with_id(answer: Respond) -> Respond:
     """Return what gives the same answers, with the id of the request in their heads."""
 
+    @wraps(answer)
     async def answered(request: Request) -> Response:
         response = await answer(request)
         response.headers[ID] = new_id("req")
@@ -260,7 +261,7 @@ def routes(keeps_billing_header: bool) -> list[Route]:
         keeps_billing_header: whether prompts keep the line by which Claude Code says for billing who asks.
     """
     message = answering(message_fields, partial(_Message, keeps_billing_header=keeps_billing_header), _PING)
-    count = partial(_count_tokens, keeps_billing_header=keeps_billing_header)
+    count = takes(count_fields)(partial(_count_tokens, keeps_billing_header=keeps_billing_header))
     return [
         Route(PATH, _with_id(message), methods=["POST"]),
         Route(COUNT_PATH, _with_id(count), methods=["POST"]),

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from llama_npu2.options import Sampling, seconds_of
 from llama_npu2.schema import Check, Invalid, flag, one_of, whole
-from llama_npu2.serve.answers import Fields, answered, of_request, ready
+from llama_npu2.serve.answers import Fields, Respond, answered, of_request, ready, takes
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.conversation import End
 from llama_npu2.serve.events import line
@@ -330,7 +330,7 @@ def answering(
     source: Callable[[Model, Mapping[str, Any]], Source],
     shape: Shape,
     says: Callable[[Mapping[str, Any]], bool],
-) -> Callable[[Request], Awaitable[Response]]:
+) -> Respond:
     """Return what answers the requests to one path.
 
     Args:
@@ -340,6 +340,7 @@ def answering(
         says: returns whether a request says anything: others load a model or unload it.
     """
 
+    @takes(fields)
     async def answer(request: Request) -> Response:
         came = time.perf_counter_ns()
         value = await read_json(request, request.app.most_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, list_of, string, whole
-from llama_npu2.serve.answers import Fields, of_request, ready
+from llama_npu2.serve.answers import Fields, Respond, of_request, ready, takes
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.fields import closed, only, word
 from llama_npu2.serve.ollama.common import OPTIONS, Clock, check_keep_alive, patience
@@ -38,7 +38,7 @@ def _fields_of_older(vocabulary: int) -> Fields:
 
 def _answering(
     fields: Callable[[int], Fields], name: str, shape: Callable[[Mapping[str, Any], list[list[float]]], dict[str, Any]]
-) -> Callable[[Request], Awaitable[Response]]:
+) -> Respond:
     """Return what answers the requests to one path.
 
     Args:
@@ -47,6 +47,7 @@ def _answering(
         shape: returns the answer to the fields of a request, with embeddings.
     """
 
+    @takes(fields)
     async def answer(request: Request) -> Response:
         came = time.perf_counter_ns()
         value = await read_json(request, request.app.most_bytes)

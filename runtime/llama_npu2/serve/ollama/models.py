@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, anything, flag, string
-from llama_npu2.serve.answers import Fields, of_request
+from llama_npu2.serve.answers import Fields, of_request, takes
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import closed, word
@@ -120,6 +120,7 @@ def fields(vocabulary: int) -> Fields:
     return {}, optional
 
 
+@takes(fields)
 async def show(request: Request) -> Response:
     """Answer `POST /api/show`. Raises RequestError, GoneError."""
     value = await read_json(request, request.app.most_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, flag, list_of, string, text, whole
+from llama_npu2.schema import Check, described, described_by, flag, list_of, string, text, whole
 from llama_npu2.serve.answers import Fields, answering
 from llama_npu2.serve.conversation import Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event
@@ -52,8 +52,12 @@ _part = by(
 )
 
 
+_parts = list_of(_part, 1, MOST_PARTS)
+
+
+@described(lambda: {"anyOf": [described_by(string), described_by(_parts)]})
 def _content(value: Any) -> None:
-    (list_of(_part, 1, MOST_PARTS) if type(value) is list else string)(value)
+    (_parts if type(value) is list else string)(value)
 
 
 _format = by(
@@ -73,22 +77,21 @@ _format = by(
 )
 
 _spoken = closed({"role": string, "content": _content}, {"name": string})
-_answered = closed(
-    {"role": string, "content": _content},
-    {
-        "name": string,
-        "reasoning_content": string,
-        "refusal": left_out("refusals are not supported"),
-        "audio": left_out("audio is not supported"),
-        "tool_calls": tools.calls,
-        "function_call": left_out("it is tool_calls now"),
-    },
-)
+_of_assistant: dict[str, Check] = {
+    "name": string,
+    "reasoning_content": string,
+    "refusal": left_out("refusals are not supported"),
+    "audio": left_out("audio is not supported"),
+    "function_call": left_out("it is tool_calls now"),
+}
+_answered = closed({"role": string, "content": _content}, {**_of_assistant, "tool_calls": tools.calls})
+_called = closed({"role": string, "tool_calls": tools.calls}, {**_of_assistant, "content": _content})
 
 
+@described(lambda: {"anyOf": [described_by(_answered), described_by(_called)]})
 def _assistant(value: Any) -> None:
     called = type(value) is dict and value.get("tool_calls") and value.get("content") is None
-    _answered({**value, "content": ""} if called else value)
+    (_called if called else _answered)(value)
 
 
 _message = by(

@@ -10,7 +10,19 @@ from contextlib import aclosing
 from typing import Any
 
 from llama_npu2.options import Sampling
-from llama_npu2.schema import Check, Invalid, flag, inside, list_of, mapping, string, text, whole
+from llama_npu2.schema import (
+    Check,
+    Invalid,
+    described,
+    described_by,
+    flag,
+    inside,
+    list_of,
+    mapping,
+    string,
+    text,
+    whole,
+)
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import MOST_TOKENS, biases, closed, left_out, number, only, stop
@@ -48,6 +60,7 @@ _OF_TEMPLATES = {"messages", "reply", "controls", "if_read", "chat_template", "t
 """What a template gets by other ways than variables."""
 
 
+@described(lambda: {"type": "object", "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}})
 def variables(value: Any) -> None:
     """Check the variables of a chat template."""
     if type(value) is not dict:
@@ -100,6 +113,7 @@ def texts_or_tokens(vocabulary: int, most: int) -> Check:
     ids = list_of(whole(0, vocabulary - 1), 1, MOST_TOKENS)
     texts, lists = list_of(string, 1, most), list_of(ids, 1, most)
 
+    @described(lambda: {"anyOf": [described_by(each) for each in (string, texts, ids, lists)]})
     def check(value: Any) -> None:
         if type(value) is str:
             return

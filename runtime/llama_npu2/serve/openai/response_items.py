@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llama_npu2.schema import Check, anything, list_of, one_of, string
+from llama_npu2.schema import Check, anything, described, described_by, list_of, one_of, string
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import MOST_MESSAGES, MOST_PARTS, by, closed, left_out, tool_name
 from llama_npu2.serve.openai.tools import arguments
@@ -22,8 +22,12 @@ _text_part = by(
 )
 
 
+_several_parts = list_of(_text_part, 0, MOST_PARTS)
+
+
+@described(lambda: {"anyOf": [described_by(string), described_by(_several_parts)]})
 def _parts(value: Any) -> None:
-    (list_of(_text_part, 0, MOST_PARTS) if type(value) is list else string)(value)
+    (_several_parts if type(value) is list else string)(value)
 
 
 def _texts_of(kind: str) -> Check:
@@ -59,6 +63,7 @@ _KINDS: dict[str, Check] = {
 _typed = by("type", _KINDS, "other items are not supported")
 
 
+@described(lambda: {"anyOf": [described_by(_message), described_by(_typed)]})
 def _item(value: Any) -> None:
     (_message if type(value) is dict and value.get("type") is None and "role" in value else _typed)(value)
 
@@ -66,6 +71,7 @@ def _item(value: Any) -> None:
 _items = list_of(_item, 0, MOST_MESSAGES)
 
 
+@described(lambda: {"anyOf": [described_by(string), described_by(_items)]})
 def check_input(value: Any) -> None:
     """Check the field `input`: a text, or items."""
     (_items if type(value) is list else string)(value)

@@ -13,7 +13,20 @@ from typing import Any
 
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, Invalid, anything, flag, list_of, mapping, one_of, string, text, whole
+from llama_npu2.schema import (
+    Check,
+    Invalid,
+    anything,
+    described,
+    described_by,
+    flag,
+    list_of,
+    mapping,
+    one_of,
+    string,
+    text,
+    whole,
+)
 from llama_npu2.serve.answers import Fields, answering
 from llama_npu2.serve.conversation import Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event
@@ -64,8 +77,12 @@ _choice_of = by(
 )
 
 
+_mode = one_of(*tools.MODES)
+
+
+@described(lambda: {"anyOf": [described_by(_mode), described_by(_choice_of)]})
 def _choice(value: Any) -> None:
-    (one_of(*tools.MODES) if type(value) is str else _choice_of)(value)
+    (_mode if type(value) is str else _choice_of)(value)
 
 
 _format = by(
@@ -81,6 +98,7 @@ _format = by(
 )
 
 
+@described(lambda: {"const": "auto"})
 def _summary(value: Any) -> None:
     if value != "auto":
         raise Invalid(value, '"auto" or left out: what the model thinks is given as it is, without a summary')

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_npu2.schema import Check, Invalid, flag, list_of, one_of, string
+from llama_npu2.schema import Check, Invalid, described, described_by, flag, list_of, one_of, string
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import MOST_CALLS, MOST_TOOLS, closed, json_object, left_out, tool_name
 from llama_npu2.serve.tools import Choice, ToolCall, Tools
@@ -28,14 +28,17 @@ tools: Check = list_of(
 )
 
 
+_mode = one_of(*MODES)
+_named = closed({"type": _function_type, "function": closed({"name": tool_name}, {})}, {})
+
+
+@described(lambda: {"anyOf": [described_by(_mode), described_by(_named)]})
 def choice(value: Any) -> None:
     """Check `tool_choice`."""
-    if type(value) is str:
-        one_of(*MODES)(value)
-    else:
-        closed({"type": _function_type, "function": closed({"name": tool_name}, {})}, {})(value)
+    (_mode if type(value) is str else _named)(value)
 
 
+@described(lambda: {"type": "string"})
 def arguments(value: Any) -> None:
     """Check the arguments of a call: the text of a JSON object, or nothing."""
     string(value)
