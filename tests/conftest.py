@@ -235,9 +235,12 @@ def built(project: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
         shutil.rmtree(copied, ignore_errors=True)  # a test may have made parts of it read-only
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """One browser for all tests; skips where there is none."""
+    """One browser for the tests of a file; skips where there is none.
+
+    Playwright's event loop runs as long as it is open, beside which no other one can.
+    """
     with browser.chromium() as started:
         yield started
 

@@ -100,7 +100,8 @@ def test_it_serves_with_the_page(one: Path) -> None:
     before = f"import sys; sys.path.insert(0, {str(one)!r}); import llama_npu2; assert '.pyz' in llama_npu2.__file__"
     with serving(one, before=before) as server:
         for path, file in (("/", "index.html"), ("/page/page.js", "page.js")):
-            assert server.ask(path).content == (ROOT / "runtime/llama_npu2/serve/page" / file).read_bytes()
+            found = server.ask(path, Accept="text/html")
+            assert found.content == (ROOT / "runtime/llama_npu2/serve/page" / file).read_bytes()
 
 
 def test_messages_name_the_command_that_works_there(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
