@@ -87,13 +87,25 @@ def answering(
 
     @takes(fields)
     async def answer(request: Request) -> Response:
-        value = await read_json(request, request.app.most_bytes)
-        model = of_request(request, value)
-        asked = checked(value, closed(*fields(model.vocabulary)))
+        model, asked = await asked_of(request, fields)
         await ready(request, model)
         return await answered(request, make(model, asked), heartbeat)
 
     return answer
+
+
+async def asked_of(request: Request, fields: Callable[[int], Fields]) -> tuple[Model, dict[str, Any]]:
+    """Return the model that a request names, which may not be loaded, and the fields of its body that are not null.
+
+    Raises RequestError, GoneError.
+
+    Args:
+        request: what is asked.
+        fields: as for `answering`.
+    """
+    value = await read_json(request, request.app.most_bytes)
+    model = of_request(request, value)
+    return model, checked(value, closed(*fields(model.vocabulary)))
 
 
 async def ready(request: Request, model: Model, keep_alive: float | None = None) -> None:

@@ -13,11 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llama_npu2.errors import UserError
-from llama_npu2.serve.answers import Fields, Respond, of_request, ready, takes
-from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.answers import Fields, Respond, asked_of, ready, takes
 from llama_npu2.serve.events import unless_gone
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import closed
 from llama_npu2.serve.model import Model
 
 Item = TypeVar("Item")
@@ -42,9 +40,9 @@ class Readings:
         """
         self.model = model
         self.tokens = 0
-        """Of all texts so far."""
+        """Number of tokens of all texts so far."""
         self.processed = 0
-        """Of them, those that were not cached."""
+        """Number of these tokens that the cache did not hold."""
         self._open = ExitStack()
         self._open.enter_context(model.claim(replies))
         self.noted: list[str] = []
@@ -99,9 +97,7 @@ def reading(
 
     @takes(fields)
     async def respond(request: Request) -> Response:
-        value = await read_json(request, request.app.most_bytes)
-        model = of_request(request, value)
-        asked = checked(value, closed(*fields(model.vocabulary)))
+        model, asked = await asked_of(request, fields)
         await ready(request, model)
         return await read_for(request, model, lambda readings: answer(readings, asked))
 

@@ -12,10 +12,9 @@ from starlette.routing import Route
 from llama_npu2 import __version__
 from llama_npu2.errors import UserError
 from llama_npu2.schema import Check, flag, list_of, string, whole
-from llama_npu2.serve.answers import Fields, of_request, ready, takes
-from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.answers import Fields, asked_of, of_request, ready, takes
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import closed, only, word
+from llama_npu2.serve.fields import only, word
 from llama_npu2.serve.model import Model
 
 _MOST_TOKENS = 1 << 22
@@ -39,9 +38,7 @@ def _to_text(vocabulary: int) -> Fields:
 @takes(_to_tokens)
 async def tokenize(request: Request) -> Response:
     """Answer `POST /tokenize`. Raises RequestError, GoneError."""
-    value = await read_json(request, request.app.most_bytes)
-    model = of_request(request, value)
-    asked = checked(value, closed(*_to_tokens(model.vocabulary)))
+    model, asked = await asked_of(request, _to_tokens)
     await ready(request, model)
     encode = partial(model.llm.tokenizer.encode, asked["content"], asked.get("add_special", False))
     ids: list[int] = await _in_thread(model, encode, "content")
@@ -61,9 +58,7 @@ def _piece(model: Model, token: int) -> str | list[int]:
 @takes(_to_text)
 async def detokenize(request: Request) -> Response:
     """Answer `POST /detokenize`. Raises RequestError, GoneError."""
-    value = await read_json(request, request.app.most_bytes)
-    model = of_request(request, value)
-    asked = checked(value, closed(*_to_text(model.vocabulary)))
+    model, asked = await asked_of(request, _to_text)
     await ready(request, model)
     decode = partial(model.llm.tokenizer.decode, asked["tokens"], skip_special_tokens=False)
     return JSONResponse({"content": await _in_thread(model, decode, "tokens")})

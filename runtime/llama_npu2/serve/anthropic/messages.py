@@ -15,15 +15,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.options import Sampling
-from llama_npu2.serve.answers import Respond, answering, of_request, ready, takes
+from llama_npu2.serve.answers import Respond, answering, asked_of, ready, takes
 from llama_npu2.serve.anthropic.common import ID, error_in_stream, new_id
 from llama_npu2.serve.anthropic.fields import count_fields, message_fields
 from llama_npu2.serve.anthropic.prompts import messages_of, tools_of, variables_of
-from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.conversation import Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event, unless_gone
 from llama_npu2.serve.failures import RequestError, TooLongError
-from llama_npu2.serve.fields import closed
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.tools import ToolCall
 from llama_npu2.text.replies import Kind, Piece
@@ -185,7 +183,7 @@ class _Blocks:
     def __init__(self) -> None:
         self._index = -1
         self._kind: Kind | None = None
-        """That of the block that is open, if one is."""
+        """The kind of the block that is open; None if none is."""
         self._thought = hashlib.sha256()
 
     def add(self, part: Piece | ToolCall, hides_thoughts: bool) -> list[dict[str, Any]]:
@@ -225,9 +223,7 @@ class _Blocks:
 
 async def _count_tokens(request: Request, keeps_billing_header: bool) -> Response:
     """Answer with the number of tokens of a prompt, which may be longer than the context. Raises RequestError."""
-    value = await read_json(request, request.app.most_bytes)
-    model = of_request(request, value)
-    asked = checked(value, closed(*count_fields(model.vocabulary)))
+    model, asked = await asked_of(request, count_fields)
     turn = turn_of(asked, keeps_billing_header)
     await ready(request, model)
     try:

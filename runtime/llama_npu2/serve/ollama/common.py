@@ -18,8 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from llama_npu2.options import Sampling, seconds_of
 from llama_npu2.schema import Check, Invalid, flag, one_of, whole
-from llama_npu2.serve.answers import Fields, Respond, answered, of_request, ready, takes
-from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.answers import Fields, Respond, answered, asked_of, ready, takes
 from llama_npu2.serve.conversation import End
 from llama_npu2.serve.events import line
 from llama_npu2.serve.failures import RequestError
@@ -343,9 +342,7 @@ def answering(
     @takes(fields)
     async def answer(request: Request) -> Response:
         came = time.perf_counter_ns()
-        value = await read_json(request, request.app.most_bytes)
-        model = of_request(request, value)
-        asked = checked(value, closed(*fields(model.vocabulary)))
+        model, asked = await asked_of(request, fields)
         name, keep_alive = asked["model"], patience(asked)
         if not says(asked) and keep_alive == 0:
             request.app.models.expire(model)

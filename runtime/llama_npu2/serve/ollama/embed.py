@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, list_of, string, whole
-from llama_npu2.serve.answers import Fields, Respond, of_request, ready, takes
-from llama_npu2.serve.body import checked, read_json
+from llama_npu2.serve.answers import Fields, Respond, asked_of, ready, takes
 from llama_npu2.serve.fields import closed, only, word
 from llama_npu2.serve.ollama.common import OPTIONS, Clock, check_keep_alive, patience
 from llama_npu2.serve.readings import Readings, embedded, read_for
@@ -50,9 +49,7 @@ def _answering(
     @takes(fields)
     async def answer(request: Request) -> Response:
         came = time.perf_counter_ns()
-        value = await read_json(request, request.app.most_bytes)
-        model = of_request(request, value)
-        asked = checked(value, closed(*fields(model.vocabulary)))
+        model, asked = await asked_of(request, fields)
         given, keep_alive = asked[name], patience(asked)
         texts: Sequence[str] = given if isinstance(given, list) else [given] if given else []
         if not texts and keep_alive == 0:
