@@ -261,7 +261,7 @@ def test_prompts_take_turns() -> None:
 
 
 def test_few_rows_of_a_step_have_logits_where_texts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a reply beside them does not wait for long, and their logits do not fill the memory."""
+    """A reply beside them does not wait for long, and their logits do not fill the memory."""
     monkeypatch.setattr(scheduler, "_MOST_WANTED", 5)
     steps = HashedSteps(80)
     work = scheduled(steps, rows=40, speculate=False)

@@ -58,7 +58,7 @@ def asked(**more: Any) -> dict[str, Any]:
 
 
 def by_client(**more: Any) -> dict[str, Any]:
-    """The same for the client, which has no names for how tokens are chosen."""
+    """Return the arguments of the client, which has no names for how tokens are chosen."""
     given = asked(**more)
     extra = {name: given.pop(name) for name in ("temperature", "top_p", "top_k") if name in given}
     return {**given, "extra_body": extra}

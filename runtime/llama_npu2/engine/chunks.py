@@ -157,7 +157,7 @@ class Recipe:
     def __init__(self, chunks: Chunks) -> None:
         self.chunks = chunks
         self.numbers = {phase: number for number, phase in enumerate(sorted(chunks.milliseconds))}
-        """Of each phase, for `Cut.keys`."""
+        """A number for each phase, which `Cut.keys` puts into keys."""
 
     def cut(self, prompt: int) -> Cut:
         """Return the chunks of a sequence whose prompt has so many tokens."""

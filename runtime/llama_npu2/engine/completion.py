@@ -21,7 +21,7 @@ class Stats:
     """Tokens of the prompt that the KV cache held already."""
     generated_tokens: int = 0
     reasoning_tokens: int = 0
-    """Of the generated ones, those in which the model thought."""
+    """Number of the generated tokens in which the model thought."""
     ttft: float = 0.0
     """Time to first token: from the call to the first sampled token."""
     decode_time: float = 0.0

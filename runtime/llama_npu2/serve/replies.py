@@ -27,7 +27,7 @@ class Usage:
     generated: int
     """Tokens of replies, their end tokens included."""
     reasoning: int = 0
-    """Of them, those in which the model thought."""
+    """Tokens of replies in which the model thought."""
 
 
 class Replies:

@@ -58,7 +58,7 @@ class Held:
     done: int = field(default=0, kw_only=True)
     table: list[int] = field(default_factory=list, kw_only=True)
     namespace: str = field(default="", kw_only=True)
-    """Of the prefix tree: blocks are shared inside of it."""
+    """The namespace of the prefix tree in which its blocks are shared."""
 
     @property
     def pending(self) -> int:

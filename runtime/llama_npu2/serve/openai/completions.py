@@ -74,7 +74,7 @@ class _Completion:
         self.ids: list[list[int]] = []
         self._echoed: list[str] = []
         self._scores: list[list[Logprob]] = []
-        """Of the tokens of each prompt but its first one, where they are asked for."""
+        """Log-probabilities of each prompt's tokens but its first one, where they are asked for."""
         self._processed = 0
         """Tokens that were processed for them."""
         self._offsets = [0] * len(self.prompts) * self.n

@@ -228,7 +228,7 @@ class _Output:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._kind: Kind | None = None
-        """That of the last item, while it grows."""
+        """The kind of the last item while it grows; None once it is whole."""
 
     def add(self, kind: Kind, text: str, logprobs: Sequence[Mapping[str, Any]]) -> Made:
         """Add a piece of text or reasoning."""
