@@ -28,7 +28,7 @@ pytestmark = pytest.mark.clients
 def server(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A model that calls the tool Bash, and then says what came of it."""
     checkpoint = tmp_path_factory.mktemp("caller") / "caller"
-    write_caller(checkpoint, CALL, CONTEXT)
+    write_caller(checkpoint, CALL, context=CONTEXT)
     with serving(build(checkpoint, artifacts)) as running:
         yield running
 

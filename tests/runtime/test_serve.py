@@ -45,24 +45,6 @@ ON_AND_ON = {"logit_bias": {"2039": -100, "2047": -100}, "seed": 3}
 SAMPLED = {"temperature": 1.0, "seed": 11, "top_p": 0.9}
 
 
-@pytest.fixture(scope="module")
-def llm(demo: Path) -> Iterator[Llama]:
-    model = load(demo)
-    yield model
-    model.close()
-
-
-@pytest.fixture(scope="module")
-def server(demo: Path) -> Iterator[Server]:
-    with serving(demo) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 def chat(**more: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": ASK, "temperature": 0, **more}
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -41,25 +40,6 @@ class get_weather(pydantic.BaseModel):
     unit: str = "°C"
 
 
-@pytest.fixture(scope="module")
-def llm(demo: Path) -> Iterator[Llama]:
-    with closing(load(demo)) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def server(demo: Path) -> Iterator[Server]:
-    with serving(demo) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def caller(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    write_caller(checkpoint := tmp_path_factory.mktemp("caller") / "caller")
-    with serving(build(checkpoint, artifacts)) as running:
-        yield running
-
-
 # LangChain
 
 
@@ -83,8 +63,8 @@ def test_langchain_answers_and_streams(server: Server, llm: Llama, responses: bo
 
 
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
-def test_langchain_calls_a_tool_and_goes_on(caller: Server, responses: bool) -> None:
-    chat = langchain(caller, "caller", use_responses_api=responses, max_tokens=60).bind_tools([get_weather])
+def test_langchain_calls_a_tool_and_goes_on(calling: Server, responses: bool) -> None:
+    chat = langchain(calling, "caller", use_responses_api=responses, max_tokens=60).bind_tools([get_weather])
     from langchain_core.messages import HumanMessage, ToolMessage
 
     said = [HumanMessage("How is the weather in Paris?")]
@@ -136,8 +116,8 @@ def structured(server: Server, mode: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["JSON_SCHEMA", "TOOLS", "TOOLS_STRICT"])
-def test_instructor_makes_objects(server: Server, caller: Server, mode: str) -> None:
-    where, name = (server, "demo") if mode == "JSON_SCHEMA" else (caller, "caller")
+def test_instructor_makes_objects(server: Server, calling: Server, mode: str) -> None:
+    where, name = (server, "demo") if mode == "JSON_SCHEMA" else (calling, "caller")
     client = structured(where, mode)
     asked: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": "A city."}], "max_retries": 0}
     made = client.chat.completions.create(**asked, response_model=City, max_tokens=200, temperature=0)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llama_npu2 import Llama, load
+from llama_npu2 import Llama
 from llama_npu2.errors import UserError
 from llama_npu2.serve.anthropic import fields
 from llama_npu2.serve.anthropic.messages import COUNT_PATH, PATH, shows, turn_of
@@ -25,27 +25,14 @@ from llama_npu2.serve.conversation import Conversation
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.text.chat_template import ChatTemplate
 from llama_npu2.text.replies import Kind, Piece
-from tests.conftest import ROOT, build
-from tests.support.caller import ANSWER, ARGUMENTS, THOUGHT, write_caller
+from tests.conftest import ROOT
+from tests.support.caller import ANSWER, ARGUMENTS, THOUGHT
 from tests.support.serving import HASTY, Server, serving, wait_for
 
 ASK = [{"role": "user", "content": "The capital of France is"}]
 LONG: list[Any] = [{"role": "user", "content": "Once upon a time"}]
 """Asks for more than one sentence."""
 HEADER = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch={};"
-
-
-@pytest.fixture(scope="module")
-def llm(demo: Path) -> Iterator[Llama]:
-    model = load(demo)
-    yield model
-    model.close()
-
-
-@pytest.fixture(scope="module")
-def server(demo: Path) -> Iterator[Server]:
-    with serving(demo) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -333,15 +320,7 @@ def test_the_billing_line_is_no_part_of_the_prompt(client: anthropic.Anthropic, 
 
 
 @pytest.fixture(scope="module")
-def calling(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    checkpoint = tmp_path_factory.mktemp("caller") / "caller"
-    write_caller(checkpoint)
-    with serving(build(checkpoint, artifacts)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def caller(calling: Server) -> anthropic.Anthropic:
+def agent(calling: Server) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0, timeout=60)
 
 
@@ -370,12 +349,12 @@ def answered(call_id: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_conversation_with_a_tool(caller: anthropic.Anthropic, streamed: bool) -> None:
+def test_a_conversation_with_a_tool(agent: anthropic.Anthropic, streamed: bool) -> None:
     def said(*messages: Any) -> anthropic.types.Message:
         asked = of_caller(*messages, tools=[WEATHER, CLOCK])
         if not streamed:
-            return caller.messages.create(**asked)
-        with caller.messages.stream(**asked) as stream:
+            return agent.messages.create(**asked)
+        with agent.messages.stream(**asked) as stream:
             return stream.get_final_message()
 
     made = said()
@@ -387,8 +366,8 @@ def test_a_conversation_with_a_tool(caller: anthropic.Anthropic, streamed: bool)
     assert told.usage.cache_read_input_tokens
 
 
-def test_calls_can_be_forced_and_forbidden(caller: anthropic.Anthropic) -> None:
-    none = caller.messages.create(**of_caller(tools=[WEATHER], tool_choice={"type": "none"}))
+def test_calls_can_be_forced_and_forbidden(agent: anthropic.Anthropic) -> None:
+    none = agent.messages.create(**of_caller(tools=[WEATHER], tool_choice={"type": "none"}))
     assert text_of(none) == ANSWER
     schemas: Any = {tool["name"]: tool["input_schema"] for tool in (WEATHER, CLOCK)}
     for choice, names in (
@@ -398,13 +377,13 @@ def test_calls_can_be_forced_and_forbidden(caller: anthropic.Anthropic) -> None:
     ):
         tools = [WEATHER, CLOCK | {"strict": True}]
         for _ in range(3):
-            made = caller.messages.create(
+            made = agent.messages.create(
                 **of_caller(tools=tools, tool_choice=choice, max_tokens=300, temperature=1),
             )
             (call,) = made.content
             assert call.type == "tool_use" and call.name in names and made.stop_reason == "tool_use"
             jsonschema.validate(call.input, schemas[call.name])
-    cut = caller.messages.create(**of_caller(tools=[WEATHER], tool_choice={"type": "any"}, max_tokens=4))
+    cut = agent.messages.create(**of_caller(tools=[WEATHER], tool_choice={"type": "any"}, max_tokens=4))
     assert cut.stop_reason == "max_tokens" and not any(block.type == "tool_use" for block in cut.content)
 
 
@@ -419,13 +398,13 @@ def test_calls_can_be_forced_and_forbidden(caller: anthropic.Anthropic) -> None:
         (None, ["tool_use"], None),
     ],
 )
-def test_thinking(caller: anthropic.Anthropic, streamed: bool, thinking: Any, kinds: list[str], thought: Any) -> None:
+def test_thinking(agent: anthropic.Anthropic, streamed: bool, thinking: Any, kinds: list[str], thought: Any) -> None:
     asked = of_caller(tools=[WEATHER], **({"thinking": thinking} if thinking else {}))
-    with caller.messages.stream(**asked) as stream:
+    with agent.messages.stream(**asked) as stream:
         events = [*stream]
         made = stream.get_final_message()
     if not streamed:
-        made = caller.messages.create(**asked)
+        made = agent.messages.create(**asked)
     elif thought:
         assert [each.thinking for each in events if each.type == "thinking"] == [thought]
         assert [each.signature for each in events if each.type == "signature"]
@@ -435,9 +414,9 @@ def test_thinking(caller: anthropic.Anthropic, streamed: bool, thinking: Any, ki
             assert block.thinking == thought and block.signature
     (call,) = (block for block in made.content if block.type == "tool_use")
     # What comes back is in the prompt.
-    told = caller.messages.create(**of_caller(made.to_param(), answered(call.id), tools=[WEATHER]))
+    told = agent.messages.create(**of_caller(made.to_param(), answered(call.id), tools=[WEATHER]))
     without = {"role": "assistant", "content": [block for block in made.content if block.type != "thinking"]}
-    bare = caller.messages.create(**of_caller(without, answered(call.id), tools=[WEATHER]))
+    bare = agent.messages.create(**of_caller(without, answered(call.id), tools=[WEATHER]))
     assert text_of(told) == text_of(bare) == ANSWER
     grown = tokens_of(told.usage) - tokens_of(bare.usage)
     assert grown == (3 if thought else 0), "the thought is one token between two marks"

@@ -20,19 +20,12 @@ from llama_npu2.serve.ollama import chat as chats
 from llama_npu2.serve.ollama import common, embed, generate
 from llama_npu2.serve.ollama import models as about_models
 from tests.conftest import ROOT, build
-from tests.support.caller import ANSWER, ARGUMENTS, THOUGHT, write_caller
+from tests.support.caller import ANSWER, ARGUMENTS, THOUGHT
 from tests.support.retrieval import write_embedder
 from tests.support.serving import HASTY, Server, serving
 
 ASK = [{"role": "user", "content": "The capital of France is"}]
 GREEDY = {"temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def caller(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    checkpoint = tmp_path_factory.mktemp("caller") / "caller"
-    write_caller(checkpoint)
-    return build(checkpoint, artifacts)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +38,6 @@ def server(demo: Path, caller: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def client(server: Server) -> ollama.Client:
     return ollama.Client(server.url)
-
-
-@pytest.fixture(scope="module")
-def llm(demo: Path) -> Iterator[Llama]:
-    model = load(demo)
-    yield model
-    model.close()
 
 
 # Replies

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -13,13 +10,12 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from llama_npu2 import Llama, load
+from llama_npu2 import Llama
 from llama_npu2.serve.openai.response_items import for_template
 from llama_npu2.serve.openai.responses import _Output
 from llama_npu2.text.replies import Kind
-from tests.conftest import build
-from tests.support.caller import ANSWER, ARGUMENTS, write_caller
-from tests.support.serving import Server, serving
+from tests.support.caller import ANSWER, ARGUMENTS
+from tests.support.serving import Server
 
 PATH = "/v1/responses"
 ASK = "The capital of France is"
@@ -37,33 +33,8 @@ OF_CODEX = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": 
 
 
 @pytest.fixture(scope="module")
-def llm(demo: Path) -> Iterator[Llama]:
-    with closing(load(demo)) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def server(demo: Path) -> Iterator[Server]:
-    with serving(demo) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-@pytest.fixture(scope="module")
-def caller(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    checkpoint = tmp_path_factory.mktemp("caller") / "caller"
-    write_caller(checkpoint)
-    with serving(build(checkpoint, artifacts)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def agent(caller: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{caller.url}/v1", api_key="none", max_retries=0, timeout=60)
+def agent(calling: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def asked(**more: Any) -> dict[str, Any]:
@@ -252,14 +223,14 @@ def test_tools_can_be_chosen(agent: openai.OpenAI) -> None:
         assert "city" in call.arguments or call.name == "clock"
 
 
-def test_tools_of_others_are_left_out_or_refused(caller: Server) -> None:
+def test_tools_of_others_are_left_out_or_refused(calling: Server) -> None:
     body = {"model": "caller", "input": "x", "tools": [WEATHER, *OF_CODEX], "temperature": 0}
     for more in ({}, {"stream": True}):
-        found = caller.ask(PATH, {**body, **more})
+        found = calling.ask(PATH, {**body, **more})
         assert found.status == 200 and found.headers["x-tools-left-out"] == "custom, namespace, web_search"
-    assert [tool["name"] for tool in caller.ask(PATH, body).json["tools"]] == ["get_weather"]
-    assert "x-tools-left-out" not in caller.ask(PATH, {**body, "tools": [WEATHER]}).headers
-    found = caller.ask(PATH, {**body, "unsupported_tools": "refuse"})
+    assert [tool["name"] for tool in calling.ask(PATH, body).json["tools"]] == ["get_weather"]
+    assert "x-tools-left-out" not in calling.ask(PATH, {**body, "tools": [WEATHER]}).headers
+    found = calling.ask(PATH, {**body, "unsupported_tools": "refuse"})
     assert found.status == 400 and found.json["error"]["param"] == "tools[1].type"
     assert "web_search" in found.json["error"]["message"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,29 +10,12 @@ from typing import Any
 import openai
 import pytest
 
-from llama_npu2 import Llama, load
+from llama_npu2 import Llama
 from stages.model.sources import DEMO
-from tests.support.serving import Server, serving
+from tests.support.serving import Server
 
 TEXT = "The capital of France is"
 PATH = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def llm(demo: Path) -> Iterator[Llama]:
-    with closing(load(demo)) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def server(demo: Path) -> Iterator[Server]:
-    with serving(demo) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def scored(llm: Llama, ids: list[int], top: int = 0) -> tuple[list[float], list[list[float]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +16,7 @@ from llama_npu2.serve.openai.tools import tools_of
 from llama_npu2.serve.tools import Parts
 from llama_npu2.text.replies import Kind, Piece
 from llama_npu2.text.tool_calls import Call, calls_of
-from tests.conftest import build
-from tests.support.caller import ANSWER, ARGUMENTS, CALL, CLOSE, OPEN, write_caller
+from tests.support.caller import ANSWER, ARGUMENTS, CALL, CLOSE, OPEN
 from tests.support.serving import Server, serving
 
 CITY = {
@@ -137,16 +135,8 @@ def test_pieces_become_content_reasoning_and_calls() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    checkpoint = tmp_path_factory.mktemp("caller") / "caller"
-    write_caller(checkpoint)
-    with serving(build(checkpoint, artifacts)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+def server(calling: Server) -> Server:
+    return calling
 
 
 def asked(*messages: Any, **more: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from llama_npu2.engine.memory import CacheRows
 from llama_npu2.engine.step import Run
 from llama_npu2.engine.turns import TurnSteps
 from tests.support.schedule_faults import freed_early, off_by_one
-from tests.support.schedules import all_back, prompts, run, total
+from tests.support.schedules import Noted, all_back, prompts, run, total
 
 CONTEXT, VOCAB, TAPS = 1000, 50, 3
 """The context is no multiple of a block's positions, nor of a bucket's rows."""
@@ -63,32 +63,20 @@ def _mixed(numbers: np.ndarray) -> np.int64:
     return np.sum((numbers ^ numbers >> 29) * _ODD[: len(numbers)]) >> np.int64(1)
 
 
-class Reply:
+class Reply(Noted):
     """Takes the most likely token, up to a number of them."""
 
-    replies, hidden = True, False
-
     def __init__(self, prompt: list[int], count: int) -> None:
-        self.ids, self.rows, self._count = list(prompt), list[np.ndarray](), count
-        self.errors: list[Exception | None] = []
-
-    @property
-    def wanted_from(self) -> int:
-        return len(self.ids) - 1
+        super().__init__(list(prompt))
+        self._count = count
 
     @property
     def finished(self) -> bool:
         return len(self.rows) >= self._count
 
     def take(self, logits: np.ndarray) -> None:
-        self.rows.append(logits.copy())
+        super().take(logits)
         self.ids.append(int(logits.argmax()))
-
-    def start(self, processed: int) -> None:
-        pass
-
-    def end(self, error: Exception | None) -> None:
-        self.errors.append(error)
 
 
 def alone(prompt: list[int], count: int) -> Reply:

@@ -13,36 +13,23 @@ from llama_npu2.artifact.plan import BLOCK_POSITIONS
 from llama_npu2.engine.batch.scheduler import Scheduler
 from llama_npu2.engine.batch.sequence import Counts
 from llama_npu2.engine.generation import Generation
-from tests.support.schedules import all_back, prompts, run
+from tests.support.schedules import Noted, all_back, prompts, run
 
 
-class Reply:
-    """A reply with the logits of each of its tokens."""
-
-    replies, hidden = True, False
+class Reply(Noted):
+    """A reply of a model."""
 
     def __init__(self, generation: Generation) -> None:
-        self.generation, self.ids = generation, generation.ids
-        self.rows: list[np.ndarray] = []
-        self.errors: list[Exception | None] = []
-
-    @property
-    def wanted_from(self) -> int:
-        return len(self.ids) - 1
+        super().__init__(generation.ids)
+        self.generation = generation
 
     @property
     def finished(self) -> bool:
         return self.generation.finished
 
-    def start(self, processed: int) -> None:
-        pass
-
     def take(self, logits: np.ndarray) -> None:
-        self.rows.append(logits.copy())
+        super().take(logits)
         self.generation.take(logits)
-
-    def end(self, error: Exception | None) -> None:
-        self.errors.append(error)
 
 
 class Fewer:

@@ -6,8 +6,35 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
+import numpy as np
+
 from llama_npu2.engine.batch.scheduler import Scheduler
 from llama_npu2.engine.batch.sequence import Cache, Counts, Growing
+
+
+class Noted:
+    """A reply that notes its logits and how it ended. What is derived from it chooses tokens, and says when it ends."""
+
+    replies, hidden = True, False
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.rows: list[np.ndarray] = []
+        """The logits before each of its tokens."""
+        self.errors: list[Exception | None] = []
+
+    @property
+    def wanted_from(self) -> int:
+        return len(self.ids) - 1
+
+    def start(self, processed: int) -> None:
+        pass
+
+    def take(self, logits: np.ndarray) -> None:
+        self.rows.append(logits.copy())
+
+    def end(self, error: Exception | None) -> None:
+        self.errors.append(error)
 
 
 def prompts(draw: random.Random, count: int, vocab: int, longest: int) -> list[list[int]]:
