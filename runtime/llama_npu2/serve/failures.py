@@ -48,5 +48,10 @@ class TooLongError(RequestError):
         self.tokens, self.most, self.remedy = tokens, most, remedy
 
 
+def engine_failed() -> RequestError:
+    """Return the refusal of what an engine that has failed cannot do. The next request gets another engine."""
+    return RequestError(503, "the engine has failed: the server's log says how, come again")
+
+
 class GoneError(Exception):
     """The client has closed the connection: nobody waits for an answer."""

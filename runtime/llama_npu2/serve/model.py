@@ -19,7 +19,7 @@ from llama_npu2.engine.memory import blocks_within, context_within, memory_neede
 from llama_npu2.engine.serving import Serving, Stream
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
-from llama_npu2.serve.failures import RequestError, TooLongError
+from llama_npu2.serve.failures import RequestError, TooLongError, engine_failed
 from llama_npu2.serve.keys import namespace
 from llama_npu2.serve.tokens import Pieces
 from llama_npu2.text.chat_template import sources
@@ -320,7 +320,7 @@ class Model:
             return self.engine.submit(ids, namespace=namespace.get(), number=number, **vars(sampling))
         except UserError as error:
             if self.engine.closed:
-                raise RequestError(503, str(error)) from None
+                raise engine_failed() from None
             raise RequestError.of(error) from None
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from llama_npu2.errors import UserError
 from llama_npu2.serve.answers import Fields, Respond, asked_of, ready, takes
 from llama_npu2.serve.events import unless_gone
-from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.failures import RequestError, engine_failed
 from llama_npu2.serve.model import Model
 
 Item = TypeVar("Item")
@@ -61,7 +61,7 @@ class Readings:
         try:
             read = await engine.read(ids, compute, **how)
         except UserError as error:
-            raise RequestError(503, str(error)) if engine.closed else RequestError.of(error, field) from None
+            raise (engine_failed() if engine.closed else RequestError.of(error, field)) from None
         self.tokens += len(ids)
         self.processed += read.processed
         return read.found

@@ -12,7 +12,7 @@ from llama_npu2.engine.completion import Logprob
 from llama_npu2.engine.serving import Stream
 from llama_npu2.errors import UserError
 from llama_npu2.options import OptionError, Sampling
-from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.failures import RequestError, engine_failed
 from llama_npu2.serve.model import Model
 from llama_npu2.text.replies import Piece
 
@@ -76,10 +76,10 @@ class Replies:
         except OptionError as error:
             raise RequestError.of(error) from None
         except UserError as error:
-            raise RequestError(503 if self.model.engine.closed else 500, str(error)) from None
+            raise (engine_failed() if self.model.engine.closed else RequestError(500, str(error))) from None
         except Exception:  # of the device
             traceback.print_exc()
-            raise RequestError(503, "the engine has failed: the server's log says how, come again") from None
+            raise engine_failed() from None
 
     async def _together(self) -> AsyncGenerator[tuple[int, Piece | None]]:
         came: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
