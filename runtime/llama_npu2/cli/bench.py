@@ -178,7 +178,18 @@ class Ours:
     def _decode_streams(self, streams: Sequence[Sequence[int]]) -> None:
         steps, blocks = self._llm.steps, blocks_of(len(streams[0]))
         for position, tokens in enumerate(zip(*streams, strict=True)):
-            steps.step([Run([token], position, range(i * blocks, (i + 1) * blocks)) for i, token in enumerate(tokens)])
+            steps.step(token_each(tokens, position, blocks))
+
+
+def token_each(tokens: Sequence[int], position: int, blocks: int) -> list[Run]:
+    """Return a step that has a token of each of several sequences, at the same position.
+
+    Args:
+        tokens: ids, one for each sequence.
+        position: of all of them.
+        blocks: number of blocks that each sequence has. Those of one follow those of another.
+    """
+    return [Run([token], position, range(i * blocks, (i + 1) * blocks)) for i, token in enumerate(tokens)]
 
 
 def run_bench(
@@ -200,10 +211,7 @@ def run_bench(
     Raises:
         UserError: if the artifacts cannot be used.
     """
-    manifest, streams = Manifest.open(directory), running.stream_list()
-    options = running.threads, running.second_copy, kv_memory_for(manifest, streams)
-    with contextlib.closing(Llama(manifest, *options)) as llm:
-        check_streams(llm, streams)
+    with opened(directory, running) as llm:
         with open_peers(llm) if open_peers else contextlib.nullcontext([]) as peers:
             bench = Bench(llm, running.repeats, peers)
             names = [peer.name for peer in bench.peers]
@@ -211,7 +219,7 @@ def run_bench(
             if not as_json:
                 print(f"{heading(llm)}\n\n{lines.header()}", flush=True)
             results = []
-            rows = (bench.results(streams), cold_start(directory, llm, running), more(llm, peers))
+            rows = (bench.results(running.stream_list()), cold_start(directory, llm, running), more(llm, peers))
             for result in itertools.chain(*rows):
                 results.append(result)
                 if not as_json:
@@ -222,16 +230,16 @@ def run_bench(
             print(json.dumps({"machine": machine(llm), "results": [_encoded(result) for result in results]}))
 
 
-def kv_memory_for(manifest: Manifest, streams: Sequence[int]) -> int:
-    """Return the bytes of a KV cache for the most of `streams`, and for a context; 0 for what a context takes."""
-    most = max(streams, default=0) * blocks_of(GENERATED)
-    return memory_of_blocks(manifest, max(most, blocks_of(manifest.model["max_seq"]))) if streams else 0
-
-
-def check_streams(llm: Llama, streams: Sequence[int]) -> None:
-    """Raise UserError unless a model can generate with each of these numbers of sequences at a time."""
-    if streams and (most := max(streams)) > llm.steps.rows:
-        raise OptionError("streams", most, f"a step of {llm.manifest.directory} has {llm.steps.rows} rows at most")
+@contextlib.contextmanager
+def opened(directory: str, running: Running) -> Iterator[Llama]:
+    """Open artifacts, with a KV cache for a context and for the sequences that `streams` asks for. Raises UserError."""
+    manifest, most = Manifest.open(directory), max(running.stream_list(), default=0)
+    blocks = max(most * blocks_of(GENERATED), blocks_of(manifest.model["max_seq"]))
+    kv_memory = memory_of_blocks(manifest, blocks) if most else 0
+    with contextlib.closing(Llama(manifest, running.threads, running.second_copy, kv_memory)) as llm:
+        if most and most > llm.steps.rows:
+            raise OptionError("streams", most, f"a step of {manifest.directory} has {llm.steps.rows} rows at most")
+        yield llm
 
 
 def blocks_of(positions: int) -> int:

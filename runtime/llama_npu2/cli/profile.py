@@ -18,13 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import Phase
-from llama_npu2.cli.bench import GENERATED, PEAK_ITERATIONS, Bench, blocks_of, check_streams, kv_memory_for, machine
+from llama_npu2.cli.bench import GENERATED, PEAK_ITERATIONS, Bench, blocks_of, machine, opened, token_each
 from llama_npu2.cli.table import fitted
 from llama_npu2.devices.spans import Span, nested
 from llama_npu2.engine.llama import Llama
-from llama_npu2.engine.step import Run
 from llama_npu2.options import Running, Sampling
 
 FORMAT = 1
@@ -42,11 +40,8 @@ def run_profile(
     directory: str, running: Running, sampling: Sampling, prompt: str | None, raw: bool, as_json: bool
 ) -> None:
     """Print tables, or one JSON object as `profile` returns it. Raises UserError."""
-    manifest, streams = Manifest.open(directory), running.stream_list()
-    options = running.threads, running.second_copy, kv_memory_for(manifest, streams)
-    with contextlib.closing(Llama(manifest, *options)) as llm:
-        check_streams(llm, streams)
-        result = profile(llm, prompt, raw, sampling.max_tokens, running.repeats, streams)
+    with opened(directory, running) as llm:
+        result = profile(llm, prompt, raw, sampling.max_tokens, running.repeats, running.stream_list())
     print(json.dumps(result) if as_json else described(result))
 
 
@@ -159,7 +154,7 @@ def _stepped(llm: Llama, count: int, steps: int) -> list[Window]:
     blocks, edges = blocks_of(steps), []
     with llm.profile() as recorder:
         for position in range(steps):
-            runs = [Run([position], position, range(at * blocks, (at + 1) * blocks)) for at in range(count)]
+            runs = token_each([position] * count, position, blocks)
             edges.append(time.perf_counter_ns())
             llm.steps.step(runs)
             about = {"rows": count, "position": position}
