@@ -100,11 +100,9 @@ def memory_needed(manifest: Manifest, blocks: int = 0) -> int:
 
     Caches have room for at least one sequence that fills the context.
     """
-    caches, blocks = cache_blocks(manifest), max(blocks, _blocks_of_context(manifest))
-    own = (name for name, spec in manifest.buffers.items() if "at" not in spec)
-    sizes = (max(manifest.nbytes(name), caches[name].end(blocks) if name in caches else 0) for name in own)
-    beside = sum(rows.block * blocks for rows in CacheRows.of(manifest).values())
-    return sum(sizes) + beside + _shared_bytes(manifest)
+    own = (name for name, spec in manifest.buffers.items() if "at" not in spec and spec["kind"] != "cache")
+    caches = memory_of_blocks(manifest, max(blocks, _blocks_of_context(manifest)))
+    return sum(map(manifest.nbytes, own)) + caches + _shared_bytes(manifest)
 
 
 def _blocks_of_context(manifest: Manifest) -> int:
