@@ -23,8 +23,8 @@ _GAP, _LEAST_CHUNK = 0.15, 16
 _LONG_GAP, _LONG_CHUNK = 1.0, 128
 """The same where no reply waits, but somebody may come or cancel."""
 _MOST_WANTED = 64
-"""Rows of prompts in a step after which logits are wanted, where a text is scored: each has the size of the
-vocabulary."""
+"""How many rows of prompts in a step may have logits, where texts are scored: those of a row have the vocabulary's
+size."""
 
 
 @dataclass
@@ -259,11 +259,11 @@ class Scheduler:
             sequence.growing.start(sequence.processed)
             self.cache.remember(sequence, partly=True)
         try:
-            if sequence.growing.replies:
-                self._choose(sequence, planned.drafts, wanted)
-            else:
+            if not sequence.growing.replies:
                 for row in wanted:
                     sequence.growing.take(row)
+            elif completes:
+                self._choose(sequence, planned.drafts, wanted)
         except UserError as error:
             self._end(sequence, error)
             return
@@ -274,7 +274,7 @@ class Scheduler:
 
     def _choose(self, sequence: Sequence, drafts: list[int], logits: list[np.ndarray]) -> None:
         accepted = 0
-        for row, draft in zip(logits, [*drafts, None] if logits else [], strict=True):
+        for row, draft in zip(logits, [*drafts, None], strict=True):
             sequence.growing.take(row)
             if sequence.growing.finished or sequence.ids[-1] != draft:
                 break
