@@ -89,7 +89,7 @@ class Place:
         """Answer requests until SIGINT or SIGTERM comes. Raises UserError.
 
         Args:
-            directories: artifacts. The first ones are loaded at once, others when a request names them.
+            directories: artifacts. The first one is loaded at once, another when a request names them.
             load: opens such a directory. Raises UserError.
         """
         others = [Manifest.open(directory) for directory in directories[1:]]
