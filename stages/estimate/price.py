@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stages.estimate.constants import Machine
-from stages.estimate.work import Time, spend
+from stages.estimate.work import Serial, Time, Work, spend
 from stages.kernels import Kernel, Tiling
 
 if TYPE_CHECKING:
@@ -49,13 +49,19 @@ class Priced:
     """Bytes to and from DDR."""
     macs: int
     """Multiply-accumulates."""
+    work: Work
     time: Time
+    """How long the work takes."""
     launch: LaunchOp
     """The first launch of the array."""
 
     @property
     def title(self) -> str:
         return self.name if self.launches == 1 else f"{self.name} x {self.launches}"
+
+    def at(self, machine: Machine) -> Priced:
+        """Return the same launch with the rates of another machine."""
+        return replace(self, time=spend(self.work, machine))
 
 
 def price(module: Described, machine: Machine) -> list[Priced]:
@@ -72,12 +78,13 @@ def price(module: Described, machine: Machine) -> list[Priced]:
         time = spend(work, machine)
         if position in rows:
             row = rows[position]
-            row.launches, row.time = row.launches + 1, row.time + time
+            row.launches, row.work, row.time = row.launches + 1, Serial(row.work, work), row.time + time
             row.traffic.add(traffic)
         elif tiling:
-            rows[position] = Priced(module.kernels[position].name, str(tiling), 1, traffic, tiling.macs, time, launch)
+            name = module.kernels[position].name
+            rows[position] = Priced(name, str(tiling), 1, traffic, tiling.macs, work, time, launch)
         else:
-            rows[position] = Priced(traffic.name, "", 1, traffic, 0, time, launch)
+            rows[position] = Priced(traffic.name, "", 1, traffic, 0, work, time, launch)
     return [rows[position] for position in sorted(rows)]
 
 

@@ -15,14 +15,14 @@ from llama_npu2.devices.sim import Counters
 from stages import air
 from stages.estimate.constants import Machine, constants
 from stages.estimate.price import Priced
+from stages.estimate.ranges import Range
 from stages.estimate.work import Time
-from stages.reports.estimated import Estimate, Moment, total
+from stages.proof.selftest.measure import RATES_OF_TABLE
+from stages.reports.estimated import TOKEN, Estimate, Moment, total
 from stages.targets.npu2.modules import Module
 
 if TYPE_CHECKING:
     from stages.air.occupancy import Segment, Use
-
-TOKEN = "token"
 
 
 def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dic
             for name, one in estimates.items()
         },
         "phases": {phase: _phase(moments) for phase, moments in _phases(estimate)},
+        "ranges": {phase: _range(found) for phase, found in estimate.ranges.items()},
         "programs": {name: _program(rows) for name, rows in estimate.rows.items()},
         "rates": list(_rates(estimate.machine)),
     }
@@ -57,6 +58,12 @@ def _phase(moments: list[Moment]) -> dict[str, Any]:
     """Describe a phase by its moments, which follow one another."""
     described = [{"side": m.side, "program": m.program, "what": m.what, **_time(m.time)} for m in moments]
     return {**_time(sum((moment.time for moment in moments), Time())), "moments": described}
+
+
+def _range(found: Range) -> dict[str, Any]:
+    """Describe how far a time may be off, with the rates that leave most of it open first."""
+    rates = [asdict(swing) | {"measured_by_selftest": swing.rate in RATES_OF_TABLE} for swing in found.swings]
+    return {"low": found.low, "middle": found.middle, "high": found.high, "rates": rates}
 
 
 def _time(time: Time) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from llama_npu2.cli.table import amount
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.estimate import work
+from stages.estimate.ranges import between
 from stages.reports.estimate_figures import TOKEN
 from stages.reports.estimated import ARRAY_SIDE, HOST_SIDE
 from stages.reports.pages import (
@@ -42,12 +43,12 @@ COLOURS = {limit: f"series-{at}" for at, limit in enumerate(SERIES, 1)} | {work.
 
 def page(figures: Figures) -> Page:
     """Return the page of `estimate_figures.figures`, with `counted` where the simulator ran."""
-    token = figures["phases"][TOKEN]
+    token, found = figures["phases"][TOKEN], figures["ranges"][TOKEN]
     shown = Page(
         f"Estimate: {figures['model']} on the NPU",
-        f"{1e3 / token['milliseconds']:.1f} tokens/s, by arithmetic, not measured: weights {figures['weights']}, "
-        f"grouping {figures['grouping']}. A token after {figures['depth']} others takes {token['milliseconds']:.1f} "
-        f"ms, most of it limited by {_most(token)}.",
+        f"{between(1e3 / found['high'], 1e3 / found['low'])} tokens/s, by arithmetic, not measured: weights "
+        f"{figures['weights']}, grouping {figures['grouping']}. A token after {figures['depth']} others takes "
+        f"{_between(found)}, most of it limited by {_most(token)}.",
     )
     shown.add("In short", *_summary(figures))
     shown.add("Time line of a token", *_time_line(figures, TOKEN))
@@ -78,17 +79,18 @@ def _phase_title(figures: Figures, phase: str) -> str:
 
 
 def _summary(figures: Figures) -> Iterator[Markup]:
-    token, moved = figures["phases"][TOKEN]["milliseconds"], figures["token_bytes"]
-    prompts = {phase: f"{spent['milliseconds']:.1f} ms" for phase, spent in figures["phases"].items() if phase != TOKEN}
+    moved, ranges = figures["token_bytes"], figures["ranges"]
     yield facts(
         {
-            f"a token after {figures['depth']}": f"{token:.2f} ms",
-            "tokens/s": f"{1e3 / token:.1f}",
-            **prompts,
+            **{
+                phase if phase != TOKEN else f"a token after {figures['depth']}": _between(ranges[phase])
+                for phase in ranges
+            },
             "DDR of a token": amount(moved["moved"]),
             "DDR / bytes of weights": f"{moved['moved'] / moved['weights']:.4f}",
         }
     )
+    yield _open_rates(ranges)
     phases = list(figures["phases"])
     shares = {
         limit: [figures["phases"][phase]["limits"].get(limit, 0.0) for phase in phases] for limit in _limits(figures)
@@ -107,6 +109,34 @@ def _summary(figures: Figures) -> Iterator[Markup]:
     columns = ["phase", *(f">grouping {name}, ms" for name in figures["groupings"])]
     rows = [[phase, *(f"{spent[phase]:.2f}" for spent in figures["groupings"].values())] for phase in phases]
     yield table(columns, rows, "Milliseconds by grouping")
+
+
+def _between(found: Figures) -> str:
+    return f"{between(found['low'], found['high'])} ms, middle {found['middle']:.1f}"
+
+
+def _open_rates(ranges: Figures) -> Markup:
+    """Return what each rate leaves open, within what was published, with the others at their usual values."""
+    columns = ["phase", ">middle", ">low", ">high", "rate", ">low with it", ">high with it", "selftest measures it"]
+    rows = [
+        (
+            phase,
+            *(f"{found[end]:.1f}" for end in ("middle", "low", "high")),
+            rate["rate"],
+            f"{rate['low']:.1f}",
+            f"{rate['high']:.1f}",
+            "yes" if rate["measured_by_selftest"] else "no",
+        )
+        for phase, found in ranges.items()
+        for rate in found["rates"]
+    ]
+    about = note(
+        "Low and high are what the published ranges of the rates leave open, as independent errors add up. Not all of "
+        "them are at their worst at once."
+    )
+    return details(
+        "Which rates leave times open", about, table(columns, rows, "Milliseconds by the end of a rate's range")
+    )
 
 
 def _limits(figures: Figures) -> list[str]:

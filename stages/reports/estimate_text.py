@@ -10,9 +10,10 @@ from typing import Any
 from llama_npu2.cli.table import Table, amount, fitted
 from stages.estimate.constants import Constant, Machine, constants
 from stages.estimate.price import Priced
+from stages.estimate.ranges import Range, between
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
 from stages.estimate.work import Time
-from stages.reports.estimated import DEPTH, Estimate, total
+from stages.reports.estimated import DEPTH, TOKEN, Estimate, total
 
 MIB = 1 << 20
 
@@ -27,12 +28,14 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
     """
     moved, weights = estimate.traffic()
     rate, token = estimate.machine.ddr_gbps, estimate.token()
+    found = estimate.ranges
     print(
         f"{figures['model']} on the NPU, by arithmetic, not measured: weights {figures['weights']}, "
-        f"grouping {estimate.name}\n  token after {DEPTH} others: {_sum(token)}; {1 / token.seconds:.1f} tokens/s"
+        f"grouping {estimate.name}\n"
+        f"  token after {DEPTH} others: {_sum(token, found[TOKEN])}; {_per_second(found[TOKEN])}"
     )
     for phase, *sizes in estimate.prompts():
-        print(f"  {phase}: {_sum(estimate.prompt(*sizes))}")
+        print(f"  {phase}: {_sum(estimate.prompt(*sizes), found[phase])}")
     for name, phases in figures["groupings"].items():
         if name != estimate.name:
             times = ", ".join(f"{phase} {milliseconds:.1f} ms" for phase, milliseconds in phases.items())
@@ -43,7 +46,8 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
     )
     for phase, size in estimate.host_traffic(estimate.buckets[-1]).items():
         print(f"A {phase} moves {size / 1024:.1f} KiB between host and device.")
-    print(f"{locked}\n{_rates(estimate.machine)}\n\nOne call of each program of grouping {estimate.name}:")
+    print(f"{locked}\n{_rates(estimate.machine)}{_open_rates(figures['ranges'][TOKEN])}\n")
+    print(f"One call of each program of grouping {estimate.name}:")
     table = Table(_WIDTHS.items())
     print(table.header())
     stretches = (*estimate.stretches(estimate.buckets[-1]), *estimate.stretches())
@@ -84,10 +88,25 @@ def _cells(name: str, rows: Sequence[Priced]) -> Iterator[str]:
     yield from (f"{moved / MIB:.1f}", f"{moved / sum(row.traffic.minimum for row in rows):.2f}", f"{macs / 1e9:.2f}")
 
 
-def _sum(time: Time) -> str:
+def _sum(time: Time, found: Range) -> str:
     largest = sorted(time.by.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{limit} {1e3 * seconds:.1f}" for limit, seconds in largest if seconds >= 5e-5)
-    return f"{time.milliseconds:.1f} ms ({parts})"
+    return f"{between(found.low, found.high)} ms, middle {time.milliseconds:.1f} ({parts})"
+
+
+def _per_second(found: Range) -> str:
+    return f"{between(1e3 / found.high, 1e3 / found.low)} tokens/s, middle {1e3 / found.middle:.1f}"
+
+
+_OPEN_RATES = 3
+"""How many of the rates that leave a time open are named."""
+
+
+def _open_rates(found: Mapping[str, Any]) -> str:
+    """Return a line on what a selftest would narrow first; nothing if it has measured all that it can."""
+    rates = [rate for rate in found["rates"] if rate["measured_by_selftest"]][:_OPEN_RATES]
+    swings = ", ".join(f"{rate['rate']} ({rate['low']:.1f}-{rate['high']:.1f} ms a token)" for rate in rates)
+    return f"\nWhat doit selftest would narrow first on an NPU: {swings}." if swings else ""
 
 
 def print_check(machine: Machine, as_json: bool = False) -> None:

@@ -11,7 +11,8 @@ from llama_npu2.artifact.dtypes import nbytes
 from stages.estimate.constants import Machine
 from stages.estimate.phases import commands, host_work
 from stages.estimate.price import Priced, price
-from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, spend
+from stages.estimate.ranges import Range, ranges
+from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, Work, spend
 from stages.model.config import Config
 from stages.model.grouping import (
     CONTEXT_BUCKET,
@@ -31,13 +32,15 @@ from stages.model.unpacking import UNPACKED
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
 
+TOKEN = "token"
+"""The phase of a token."""
 DEPTH = 1023
 """Positions before the token that is priced, as other projects quote theirs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stretch:
-    """Parts that follow one another on one side."""
+    """Parts that follow one another on one side. A stretch equals itself alone."""
 
     parts: tuple[Placed, ...]
     device: tuple[str, ...] = ()
@@ -109,6 +112,24 @@ class Estimate:
         """Launches of all device programs, by name."""
         return {name: price(module, self.machine) for name, module in self.modules.items()}
 
+    def at(self, machine: Machine) -> Estimate:
+        """Return the estimate with other rates. What does not depend on them is computed once."""
+        other = replace(self, machine=machine)
+        for name in ("grouping", "programs", "modules", "_stretches", "_host_works"):
+            setattr(other, name, getattr(self, name))
+        other.rows = {name: [row.at(machine) for row in rows] for name, rows in self.rows.items()}
+        return other
+
+    def times(self) -> dict[str, float]:
+        """Return the milliseconds of a token and of every prompt that has programs, by the phase's name."""
+        prompts = {name: self.prompt(bucket, window) for name, bucket, window in self.prompts()}
+        return {name: time.milliseconds for name, time in ({TOKEN: self.token()} | prompts).items()}
+
+    @cached_property
+    def ranges(self) -> dict[str, Range]:
+        """How far the times may be off, by the phase's name."""
+        return ranges(lambda machine: self.at(machine).times(), self.machine)
+
     def token(self, depth: int | None = None) -> Time:
         """Return the time of a token after `depth` positions, host and submissions included."""
         return sum((moment.time for moment in self.moments(depth=depth)), Time())
@@ -157,6 +178,15 @@ class Estimate:
 
     def stretches(self, bucket: int | None = None, window: int = 0) -> Iterator[Stretch]:
         """Yield the stretches of a prompt in a bucket (and a context bucket that is not its first), or of a token."""
+        if (bucket, window) not in self._stretches:
+            self._stretches[bucket, window] = list(self._made_stretches(bucket, window))
+        yield from self._stretches[bucket, window]
+
+    @cached_property
+    def _stretches(self) -> dict[tuple[int | None, int], list[Stretch]]:
+        return {}
+
+    def _made_stretches(self, bucket: int | None, window: int) -> Iterator[Stretch]:
         chain = self.grouping.prompt if bucket else self.grouping.token
         chained_parts = chained(self.config, chain, self.policy)
         parts = [placed for placed in chained_parts if not (self.second_copy and placed.unpacks)]
@@ -192,10 +222,16 @@ class Estimate:
 
     def _host(self, stretch: Stretch, rows: int, depth: int) -> Moment:
         """Return one native call, which streams what its parts touch and hands over what it unpacks."""
-        dims = {**self.config.dimensions(), "seq": rows, "max_seq": depth + rows}
-        moved = sum(_host_bytes(placed, dims) for placed in stretch.parts)
-        spent = spend(host_work(moved, self._unpacked([stretch])), self.machine)
+        if (stretch, rows, depth) not in self._host_works:
+            dims = {**self.config.dimensions(), "seq": rows, "max_seq": depth + rows}
+            moved = sum(_host_bytes(placed, dims) for placed in stretch.parts)
+            self._host_works[stretch, rows, depth] = host_work(moved, self._unpacked([stretch]))
+        spent = spend(self._host_works[stretch, rows, depth], self.machine)
         return Moment(HOST_SIDE, "host", ", ".join(placed.part.name for placed in stretch.parts), spent)
+
+    @cached_property
+    def _host_works(self) -> dict[tuple[Stretch, int, int], Work]:
+        return {}
 
 
 def _remaining(host: Moment, running: Iterable[Moment]) -> Moment:

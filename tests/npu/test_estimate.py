@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from stages.estimate.constants import Machine, constants
 from stages.estimate.flow import call_work, launch_work
 from stages.estimate.phases import commands, phase_milliseconds
 from stages.estimate.price import description
+from stages.estimate.ranges import ranges
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED
 from stages.estimate.work import (
     CALL,
@@ -121,6 +123,34 @@ def test_a_rate_moves_the_programs_that_need_it(rate: str, row: str) -> None:
     (found,) = (each for each in FITTED if each.what == row)
     halved = replace(MACHINE, **{rate: getattr(MACHINE, rate) / 2})
     assert abs(found.model(halved) / found.model(MACHINE) - 1) > 0.005
+
+
+# how far times may be off
+
+
+def test_a_range_is_what_independent_errors_leave_open() -> None:
+    def times(machine: Machine) -> dict[str, float]:
+        return {"a": 1e3 / machine.ddr_gbps + machine.step_us, "b": 7.0}
+
+    ddr, step = (next(each for each in constants(MACHINE) if each.name == name) for name in ("ddr_gbps", "step_us"))
+    found = ranges(times, MACHINE)
+    middle = times(MACHINE)["a"]
+    slower = [1e3 / ddr.low - 1e3 / ddr.value, step.high - step.value]
+    faster = [1e3 / ddr.value - 1e3 / ddr.high, step.value - step.low]
+    assert found["a"].middle == middle
+    assert found["a"].high == pytest.approx(middle + math.hypot(*slower))
+    assert found["a"].low == pytest.approx(middle - math.hypot(*faster))
+    assert [swing.rate for swing in found["a"].swings] == ["step_us", "ddr_gbps"]
+    assert found["b"].low == found["b"].high == 7.0 and not found["b"].swings
+    alone = ranges(times, replace(MACHINE, measured=frozenset({"step_us"})))["a"]
+    assert [swing.rate for swing in alone.swings] == ["ddr_gbps"] and alone.high < found["a"].high
+
+
+def test_an_estimate_with_other_rates_is_the_one_made_with_them() -> None:
+    slow = replace(MACHINE, ddr_gbps=5.0, configuration_us=100, host_read_gbps=3.0)
+    made, moved = Estimate(LLAMA, "fused", [128], slow), Estimate(LLAMA, "fused", [128], MACHINE).at(slow)
+    assert moved.times() == pytest.approx(made.times()) and made.times()["token"] > 100
+    assert moved.at(MACHINE).times() == pytest.approx(Estimate(LLAMA, "fused", [128], MACHINE).times())
 
 
 # arithmetic
@@ -642,7 +672,20 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     assert not nowhere.exists(), "shapes are enough: no weights are made"
     assert "Rates measured by the selftest: ddr_gbps; all others as published." in run.stdout
     headline, token, prompt, *_ = run.stdout.splitlines()
-    assert headline.endswith("weights bf16, grouping fused") and token.endswith(" tokens/s")
+    assert headline.endswith("weights bf16, grouping fused")
+    found = json.loads((tmp_path / "report/estimate.json").read_text())["ranges"]["token"]
+    said = re.search(
+        r": ([\d.]+)-([\d.]+) ms, middle ([\d.]+) \(.*; ([\d.]+)-([\d.]+) tokens/s, middle ([\d.]+)$", token
+    )
+    assert said and [float(number) for number in said.groups()] == pytest.approx(
+        [found["low"], found["high"], found["middle"], *(1e3 / found[end] for end in ("high", "low", "middle"))],
+        rel=0.01,
+    )
+    assert found["low"] < found["middle"] < found["high"] and "ddr_gbps" not in [
+        rate["rate"] for rate in found["rates"]
+    ]
+    narrowed = re.search(r"^What doit selftest would narrow first on an NPU: (\w+) ", run.stdout, re.MULTILINE)
+    assert narrowed and narrowed[1] == next(rate["rate"] for rate in found["rates"] if rate["measured_by_selftest"])
     assert prompt.startswith("  prompt of 128: ") and "\n  with grouping separate instead: token " in run.stdout
     assert 1 <= float(run.stdout.partition("through DDR, ")[2].partition("x")[0]) <= 1.05
     assert " ms at 30 GB/s" in run.stdout

@@ -25,6 +25,7 @@ from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices.sim import SimProgram
 from llama_npu2.devices.xrt import session
 from stages.engine.places import CONFIG
+from stages.estimate.constants import Machine, constants
 from stages.model.families import read_config
 from stages.model.grouping import programs
 from stages.proof.selftest import faults, ladder, measure, raw, report
@@ -567,6 +568,7 @@ def test_constants_are_those_of_the_machine() -> None:
     expected |= {"stream_gbps": 8, "ddr_gbps": 60, "read_4_gbps": 32, "gemm_cycles": 1000}
     for name, value in expected.items():
         assert found[name] == pytest.approx(value), name
+    assert {*found} & {rate.name for rate in constants(Machine())} == measure.RATES_OF_TABLE
     gemm: Any = probes()["rate_gemm"].source
     assert found["macs_bf16"] == pytest.approx(gemm.macs / 1000)
     assert found["macs_bf16_x_bfp16"] == pytest.approx(gemm.macs / 1000)

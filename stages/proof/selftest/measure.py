@@ -32,6 +32,13 @@ TIMED = (
 MODES = {"rate_gemm": "macs_bf16", "rate_gemm_bfp16": "macs_bf16_x_bfp16"}
 
 
+RATES_OF_TABLE = frozenset(
+    {*MODES.values(), "configuration_core_us", "configuration_us", "ddr_gbps", "stream_gbps", "submission_us"}
+    | {"vector_cycles"}
+)
+"""The rates of the estimate's table that a selftest on hardware measures."""
+
+
 def constants(times: Times) -> dict[str, float]:
     """Return constants with the names and units of the estimate's table, and more of the same kind."""
     constants = {**_launches(times), **_streams(times), **_rates(times)}
