@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,11 @@ from llama_npu2.options import OptionError, Sampling
 from llama_npu2.text.grammars import Constraint, Grammars
 from llama_npu2.text.replies import Marks
 from llama_npu2.text.tokenizer import Tokenizer
-from tests.conftest import ROOT
+from stages.model.families import parse_config
+from stages.model.presets import PRESETS
+from stages.model.random_weights import write_random_weights
+from tests.conftest import ROOT, build
+from tests.support.vocabulary import trained
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -268,3 +275,70 @@ def test_a_missing_package_names_the_extra(demo: Path) -> None:
     run = subprocess.run(command, cwd=ROOT / "runtime", capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr == "error: the package llguidance is not installed: pip install 'llama-npu2[grammar]'\n"
+
+
+_TEXT = {"type": "string"}
+_LEAF = {"type": "object", "properties": {"c": {"type": "number"}, "d": {"enum": ["red", "green", None, 3]}}}
+_LEAF |= {"required": ["c", "d"], "additionalProperties": False}
+_NODE = {"type": "object", "properties": {"v": _TEXT, "c": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
+_NODE |= {"required": ["v", "c"], "additionalProperties": False}
+LONG: dict[str, Any] = {
+    "people": {"type": "array", "items": {**PERSON, "properties": {**PERSON["properties"], "name": _TEXT}}},
+    "nested": {"type": "array", "items": {"type": "array", "items": _LEAF, "minItems": 2}, "minItems": 9},
+    "recursive": {"$defs": {"n": _NODE}, "$ref": "#/$defs/n"},
+    "numbers": {"type": "array", "items": {"type": "number", "minimum": -12.5, "maximum": 99999}, "minItems": 60},
+    "enums": {"type": "array", "items": {"enum": [f"value {i} of many" for i in range(500)]}, "minItems": 60},
+    "patterns": {
+        "type": "array",
+        "items": {
+            "anyOf": [{"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4,8}$"}, {"type": "string", "format": "uuid"}]
+        },
+        "minItems": 60,
+    },
+    "any": {},
+}
+"""Schemas of replies that go on for long."""
+
+
+@pytest.mark.slow
+def test_masks_cost_little(artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the vocabulary and the shapes of Llama-3.2-1B. Replies with and without schemas come in turn."""
+    config = PRESETS["llama-3.2-1b"]
+    trained(config["vocab_size"]).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_random_weights(parse_config(config, "test"), tmp_path / "model.safetensors")
+    costs: list[float] = []
+    monkeypatch.setattr(Constraint, "restrict", _timed(Constraint.restrict, costs.append))
+    monkeypatch.setattr(Constraint, "follow", _timed(Constraint.follow, lambda seconds: add(costs, seconds)))
+    ratios, tokens = [], []
+    with closing(load(build(tmp_path, artifacts, weights="int4"))) as llm:
+        llm.speculate = False
+        asked = {"raw": True, "max_tokens": 32, "temperature": 1.0, "logit_bias": dict.fromkeys(llm.eos, -100.0)}
+        for seed in range(-1, 3):
+            for name, schema in LONG.items():
+                forced = llm.generate(name, schema=schema, seed=seed % 9, **asked).whole()
+                free = llm.generate(name, seed=seed % 9, **asked).whole()
+                if seed < 0:
+                    costs.clear()  # schemas are compiled
+                elif len(forced.tokens) > 8:
+                    ratios.append(forced.stats.tpot / free.stats.tpot)
+                    tokens.append(free.stats.tpot)
+    token, (median, p99) = statistics.median(tokens), np.percentile(costs, (50, 99))
+    quartiles = ", ".join(f"{100 * (quartile - 1):+.1f} %" for quartile in np.percentile(ratios, (25, 50, 75)))
+    print(f"a token takes {1e3 * token:.1f} ms; of it {len(costs)} masks: median {1e3 * median:.2f} ms", end="")
+    print(f" ({median / token:.1%}), p99 {1e3 * p99:.2f} ms; a token with a schema takes {quartiles} (quartiles)")
+    assert median <= 0.03 * token and p99 <= 2e-3
+
+
+def add(costs: list[float], seconds: float) -> None:
+    """Add the time of a further part to what a mask has taken."""
+    costs[-1] += seconds
+
+
+def _timed(method: Callable[..., Any], note: Callable[[float], Any]) -> Callable[..., Any]:
+    def timed(*arguments: Any) -> None:
+        started = time.perf_counter()
+        method(*arguments)
+        note(time.perf_counter() - started)
+
+    return timed

@@ -23,6 +23,9 @@ _KEPT = 64
 """How many compiled grammars are kept."""
 _OVERRIDES = {"whitespace_pattern": " ?", "lenient": False}
 """JSON comes in one line: a model may write white space for ever. What of a schema is not understood is refused."""
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BOUNDS = np.where(_BITS, np.inf, -np.inf).astype(np.float32)
+"""f32 `[256, 8]`: how large the logits of eight tokens may be, by a byte of a mask."""
 
 
 class Grammars:
@@ -135,17 +138,15 @@ class Constraint:
         """
         self._matcher, self._asked, self._beside = matcher, asked, beside
         self._never, self._before = never, before
-        self._mask = beside.submit(matcher.compute_bitmask)
+        self._bounds = beside.submit(self._next_bounds)
         self.complete = False
         """Whether nothing may follow any more."""
 
     def restrict(self, logits: np.ndarray) -> None:
         """Set float32 logits `[vocab]` of tokens that may not come next to minus infinity. Raises UserError."""
-        content = self._mask.result()
+        bounds = self._bounds.result()
         self._check()
-        allowed = np.unpackbits(np.frombuffer(content, np.uint8), count=len(logits), bitorder="little").view(bool)
-        logits[~allowed] = -np.inf
-        logits[self._never] = -np.inf
+        np.minimum(logits, bounds[: len(logits)], out=logits)
         if np.isneginf(logits.max()):
             raise OptionError(*self._asked, "no token of the vocabulary goes on with what it allows: loosen it")
 
@@ -155,12 +156,19 @@ class Constraint:
 
     def follow(self, token: int) -> None:
         """Append a token to the reply. Raises UserError."""
-        self._mask.result()  # a matcher takes one call at a time
+        self._bounds.result()  # a matcher takes one call at a time
         self._matcher.consume_token(token)
         self._check()
         self.complete = self._matcher.is_stopped()
         if not self.complete:
-            self._mask = self._beside.submit(self._matcher.compute_bitmask)
+            self._bounds = self._beside.submit(self._next_bounds)
+
+    def _next_bounds(self) -> np.ndarray:
+        """Return how large logits may be, f32: infinite either way. Where the matcher fails, they say nothing."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bounds = _BOUNDS.take(mask, axis=0).reshape(-1)
+        bounds[self._never] = -np.inf
+        return bounds
 
     def _check(self) -> None:
         if self._matcher.is_error():
