@@ -16,7 +16,8 @@ from llama_npu2.serve.openai.tools import tools_of
 from llama_npu2.serve.tools import Parts
 from llama_npu2.text.replies import Kind, Piece
 from llama_npu2.text.tool_calls import Call, calls_of
-from tests.support.caller import ANSWER, ARGUMENTS, CALL, CLOSE, OPEN
+from tests.conftest import build
+from tests.support.caller import ANSWER, ARGUMENTS, CALL, CLOSE, OPEN, write_caller
 from tests.support.serving import Server, serving
 
 CITY = {
@@ -195,6 +196,34 @@ def test_a_call_can_be_forced_and_forbidden(client: openai.OpenAI) -> None:
             jsonschema.validate(json.loads(call.function.arguments), schema[call.function.name])
     cut = client.chat.completions.create(**asked(tools=[WEATHER], tool_choice="required") | {"max_tokens": 4})
     assert cut.choices[0].finish_reason == "length" and cut.choices[0].message.tool_calls is None
+
+
+def test_several_calls_can_be_forced_where_that_is_asked_for(artifacts: Path, tmp_path: Path) -> None:
+    write_caller(tmp_path / "caller", calls=2)
+    function = {"name": "look", "parameters": {"properties": {"at": {"$ref": "#/$defs/at"}}, "required": ["at"]}}
+    tools = [CLOCK, {"type": "function", "function": function}]
+    function["parameters"] |= {"additionalProperties": False, "$defs": {"at": {"type": "string"}}}
+    forced: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": True}
+    with serving(build(tmp_path / "caller", artifacts)) as running:
+        for more, count in (({}, 2), ({"parallel_tool_calls": False}, 1), ({"parallel_tool_calls": None}, 1)):
+            (choice,) = running.ask(PATH, asked(tools=tools[1:], max_tokens=300) | forced | more).json["choices"]
+            found = [
+                (call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]
+            ]
+            assert found == [("look", '{"at": ""}')] * count and choice["finish_reason"] == "tool_calls"
+        (choice,) = running.ask(PATH, asked(tools=tools, max_tokens=300) | forced).json["choices"]
+        assert len(choice["message"]["tool_calls"]) > 1
+        items = running.ask(
+            "/v1/responses",
+            {"model": "caller", "input": "x", "tools": [{"type": "function", **function}], "temperature": 0} | forced,
+        ).json["output"]
+        assert [(item["name"], item["arguments"]) for item in items] == found[:1] * 2
+        given = [{"name": "look", "input_schema": {"type": "object", **function["parameters"]}}]
+        for disabled, count in ((False, 2), (True, 1)):
+            message = {"model": "caller", "max_tokens": 300, "messages": [ASK], "tools": given, "temperature": 0}
+            message["tool_choice"] = {"type": "any", "disable_parallel_tool_use": disabled}
+            blocks = running.ask("/v1/messages", message).json["content"]
+            assert [block["input"] for block in blocks] == [{"at": ""}] * count
 
 
 class Forecast(pydantic.BaseModel):

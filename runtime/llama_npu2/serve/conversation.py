@@ -14,6 +14,9 @@ from llama_npu2.serve.replies import Replies
 from llama_npu2.serve.tools import Parts, ToolCall, Tools
 from llama_npu2.text.replies import Piece
 
+THINKS = ("enable_thinking", "thinking")
+"""Variables by which chat templates are told whether the model is to think."""
+
 
 @dataclass(frozen=True)
 class FieldNames:

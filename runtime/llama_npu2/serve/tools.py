@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.fields import MOST_CALLS
 from llama_npu2.text.replies import Kind, Piece
 from llama_npu2.text.tool_calls import Call, calls_of
 
@@ -23,11 +24,13 @@ class Choice:
     """Which tools a model may or has to call."""
 
     forced: bool = False
-    """Whether the reply is one call."""
+    """Whether the reply is a call."""
     name: str = ""
     """The tool that is called; empty for any."""
     field: str = "tool_choice"
     """The field of the request that says so, for errors."""
+    several: bool = False
+    """Whether a forced reply may be a list of calls, too."""
 
 
 class Tools:
@@ -42,7 +45,7 @@ class Tools:
         """
         self.given = [{"type": "function", "function": dict(function)} for function in functions]
         """The tools as chat templates take them."""
-        self.forced = choice.forced
+        self.forced, self._several = choice.forced, choice.several
         self._functions = {function["name"]: function for function in functions}
         if len(self._functions) < len(functions):
             raise RequestError(400, "two tools have the same name: give each its own", "tools")
@@ -59,7 +62,7 @@ class Tools:
         return {*self._functions}
 
     def schema(self) -> str:
-        """Return the JSON schema of one call; empty if none is forced."""
+        """Return the JSON schema of a call, or of a list of calls as well; empty if none is forced."""
         if not self.forced:
             return ""
         each = [
@@ -76,6 +79,9 @@ class Tools:
             }
             for at, (name, function) in enumerate(self._functions.items())
         ]
+        if self._several:
+            one = {"anyOf": [{"$ref": f"#/anyOf/{at}"} for at in range(len(each))]}
+            each.append({"type": "array", "items": one, "minItems": 1, "maxItems": MOST_CALLS})
         return json.dumps({"anyOf": each})
 
     def known(self, written: str) -> list[Call]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llama_npu2.serve.conversation import THINKS
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.tools import Choice, Tools
 
@@ -122,7 +123,8 @@ def tools_of(asked: Mapping[str, Any]) -> Tools:
         found = Tools(functions, Choice(True, wanted["name"], "tool_choice.name"))
     else:
         # The names are checked of tools that are left out, too.
-        found = Tools(functions, Choice(wanted["type"] == "any"))
+        several = wanted.get("disable_parallel_tool_use") is False
+        found = Tools(functions, Choice(wanted["type"] == "any", several=several))
         found = Tools() if wanted["type"] == "none" else found
     strict = next((at for at, each in enumerate(asked.get("tools", [])) if each.get("strict")), None)
     if strict is not None and not found.forced and wanted["type"] != "none":
@@ -142,8 +144,6 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": tool["name"], **described, "parameters": parameters}
 
 
-_THINKS = ("enable_thinking", "thinking")
-"""Variables by which chat templates are told whether the model is to think."""
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """What templates know instead of efforts that they do not know."""
 
@@ -152,7 +152,7 @@ def variables_of(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of chat templates that say how a model is to think."""
     found: dict[str, Any] = {}
     if thinking := asked.get("thinking"):
-        found |= dict.fromkeys(_THINKS, thinking["type"] != "disabled")
+        found |= dict.fromkeys(THINKS, thinking["type"] != "disabled")
     if effort := asked.get("output_config", {}).get("effort"):
         found["reasoning_effort"] = _EFFORTS.get(effort, effort)
     return found

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from llama_npu2.options import Sampling, seconds_of
 from llama_npu2.schema import Check, Invalid, flag, one_of, whole
 from llama_npu2.serve.answers import Fields, Respond, answered, asked_of, ready, takes
-from llama_npu2.serve.conversation import End
+from llama_npu2.serve.conversation import THINKS, End
 from llama_npu2.serve.events import line
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import closed, left_out, number, only, stop
@@ -34,8 +34,6 @@ _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 40, 0.9
 """As in Ollama."""
 _LARGEST = 1 << 40
 _EFFORTS = ("low", "medium", "high", "max")
-_SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which chat templates are told whether the model is to think."""
 
 
 def error_of(error: RequestError) -> dict[str, Any]:
@@ -186,7 +184,7 @@ def _names(model: Model) -> set[str]:
 
 def thinks(model: Model) -> bool:
     """Return whether a model thinks before it answers, by its chat template."""
-    known = {*_SWITCHES, "reasoning_effort"}
+    known = {*THINKS, "reasoning_effort"}
     return bool(known & _names(model)) or "<think>" in model.templates.get(DEFAULT, "")
 
 
@@ -203,13 +201,14 @@ def thinking(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(400, f'"{name}" does not support thinking', "think")
         return {}
     read = _names(model)
+    found: dict[str, Any] = {}
     if isinstance(wanted, str) and "reasoning_effort" in read:
-        return {"reasoning_effort": "high" if wanted == "max" else wanted}
-    if switch := next((switch for switch in _SWITCHES if switch in read), None):
-        return {switch: wanted is None or bool(wanted)}
-    if wanted is False:
+        found["reasoning_effort"] = "high" if wanted == "max" else wanted
+    if switch := next((switch for switch in THINKS if switch in read), None):
+        found[switch] = wanted is None or bool(wanted)
+    if wanted is False and not found:
         raise RequestError(400, f'"{name}" always thinks: leave think out', "think")
-    return {}
+    return found
 
 
 # Answers

@@ -10,9 +10,9 @@ from typing import Any
 
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, described, described_by, flag, list_of, string, text, whole
+from llama_npu2.schema import Check, described, described_by, flag, list_of, one_of, string, text, whole
 from llama_npu2.serve.answers import Fields, answering
-from llama_npu2.serve.conversation import Conversation, End, FieldNames, Turn
+from llama_npu2.serve.conversation import THINKS, Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import (
@@ -76,6 +76,8 @@ _format = by(
     "other formats are not supported",
 )
 
+_effort = text(r"[a-z]{1,16}", "a word")
+
 _spoken = closed({"role": string, "content": _content}, {"name": string})
 _of_assistant: dict[str, Check] = {
     "name": string,
@@ -117,7 +119,9 @@ def fields(vocabulary: int) -> Fields:
         "max_completion_tokens": whole(1, MOST_TOKENS),
         "logprobs": flag,
         "top_logprobs": whole(0, 20),
-        "reasoning_effort": text(r"[a-z]{1,16}", "a word"),
+        "reasoning_effort": _effort,
+        "reasoning": closed({"effort": _effort}, {}),
+        "thinking": closed({"type": one_of("enabled", "disabled")}, {}),
         "chat_template_kwargs": variables,
         "response_format": _format,
         "tools": tools.tools,
@@ -155,10 +159,6 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return tools.with_calls(found)
 
 
-def _variable_field(name: str) -> str:
-    return "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
-
-
 def _turn(asked: Mapping[str, Any], context_length: int) -> Turn:
     """Return what a request asks for. Raises RequestError if its fields do not fit together."""
     if "top_logprobs" in asked and not asked.get("logprobs"):
@@ -166,9 +166,12 @@ def _turn(asked: Mapping[str, Any], context_length: int) -> Turn:
     given, wanted = tools.tools_of(asked), _wanted_schema(asked)
     if given.forced and wanted:
         raise RequestError(400, "response_format must be text: tool_choice forces a call", "response_format")
-    given_variables = dict(asked.get("chat_template_kwargs", {}))
-    if "reasoning_effort" in asked:
-        given_variables["reasoning_effort"] = asked["reasoning_effort"]
+    if "reasoning" in asked and "reasoning_effort" in asked:
+        raise RequestError(400, "reasoning must be left out: there is reasoning_effort", "reasoning")
+    given_variables, thinking = dict(asked.get("chat_template_kwargs", {})), asked.get("thinking")
+    if effort := asked.get("reasoning_effort") or asked.get("reasoning", {}).get("effort"):
+        given_variables["reasoning_effort"] = effort
+    effort_field = "reasoning.effort" if "reasoning" in asked else "reasoning_effort"
     most = asked.get("max_completion_tokens", asked.get("max_tokens", context_length))
     logprobs = asked.get("top_logprobs", 0) if asked.get("logprobs") else None
     return Turn(
@@ -178,7 +181,10 @@ def _turn(asked: Mapping[str, Any], context_length: int) -> Turn:
         given_variables,
         asked.get("n", 1),
         1 if asked.get("parallel_tool_calls") is False else None,
-        FieldNames(variable=_variable_field),
+        FieldNames(
+            variable=lambda name: effort_field if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+        ),
+        dict.fromkeys(THINKS, thinking["type"] == "enabled") if thinking else {},
     )
 
 

@@ -166,13 +166,13 @@ def _chosen(functions: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) ->
     """Return the tools that may be called. Raises RequestError."""
     wanted = asked.get("tool_choice", "auto")
     if isinstance(wanted, str):
-        return tools.chosen(functions, wanted)
+        return tools.chosen(functions, wanted, asked)
     if wanted["type"] == "function":
         return tools.named(functions, wanted["name"], "tool_choice.name")
     allowed = {each["name"] for each in wanted["tools"]}
     if unknown := allowed - {each["name"] for each in functions}:
         raise RequestError(400, f"there is no tool {min(unknown)}: name some of tools", "tool_choice.tools")
-    return tools.chosen([each for each in functions if each["name"] in allowed], wanted["mode"])
+    return tools.chosen([each for each in functions if each["name"] in allowed], wanted["mode"], asked)
 
 
 def _wanted_schema(asked: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ def tools_of(asked: Mapping[str, Any]) -> Tools:
     if isinstance(wanted, dict):
         found = named(functions, wanted["function"]["name"], "tool_choice.function.name")
     else:
-        found = chosen(functions, wanted)
+        found = chosen(functions, wanted, asked)
     strict = next((at for at, each in enumerate(functions) if each.get("strict")), None)
     if strict is not None and not found.forced and wanted != "none":
         raise RequestError(
@@ -116,10 +116,10 @@ def named(functions: Sequence[Mapping[str, Any]], name: str, field: str) -> Tool
     return Tools(functions, Choice(True, name, field))
 
 
-def chosen(functions: Sequence[Mapping[str, Any]], mode: str, field: str = "tool_choice") -> Tools:
-    """Return tools by a `tool_choice` that is one of `MODES`. Raises RequestError, which names `field`."""
+def chosen(functions: Sequence[Mapping[str, Any]], mode: str, asked: Mapping[str, Any]) -> Tools:
+    """Return tools by a `tool_choice` of a request that is one of `MODES`. Raises RequestError."""
     # The names are checked of tools that are left out, too.
-    found = Tools(functions, Choice(mode == "required", field=field))
+    found = Tools(functions, Choice(mode == "required", several=asked.get("parallel_tool_calls", False)))
     return Tools() if mode == "none" else found
 
 

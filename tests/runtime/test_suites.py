@@ -1,0 +1,50 @@
+"""Suites of others that check servers, as commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import build
+from tests.support.caller import write_caller
+from tests.support.serving import Server, serving
+
+pytestmark = pytest.mark.clients
+
+
+def installed(program: str, how: str) -> pytest.MarkDecorator:
+    """Return a mark for tests of a program."""
+    return pytest.mark.needs(f"{program} on PATH: {how}", shutil.which(program) is not None)
+
+
+@pytest.fixture(scope="module")
+def server(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model that calls tools, twice where it may, and says what it is asked to say."""
+    write_caller(checkpoint := tmp_path_factory.mktemp("caller") / "caller", answer="PONG", calls=2)
+    with serving(build(checkpoint, artifacts)) as running:
+        yield running
+
+
+@installed("trustedrouter-provider-check", "pip install trustedrouter-provider-check")
+def test_provider_check(server: Server, tmp_path: Path) -> None:
+    """All is passed but the catalogue of a marketplace, which a server of one's own does not have."""
+    report = tmp_path / "report.json"
+    command = ["trustedrouter-provider-check", f"--base-url={server.url}/v1", "--tier=5", f"--json={report}"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    checks = json.loads(report.read_text())["checks"]
+    assert [each["id"] for each in checks if each["status"] != "pass"] == ["catalog.declared-v2"], run.stdout
+    assert run.returncode == 0 and {each["tier"] for each in checks} == {1, 2, 3, 4, 5}
+
+
+@installed("compatcanary", "npm install -g compatcanary")
+def test_compatcanary(server: Server) -> None:
+    command = ["compatcanary", "scan", "--base-url", f"{server.url}/v1", "--model", "caller"]
+    command += ["--profile", "modern", "--fail-on", "any", "--format", "json"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert {each["status"] for each in json.loads(run.stdout)["results"]} == {"pass"}
