@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +13,11 @@ import pytest
 
 from llama_npu2 import Llama, load
 from tests.conftest import build
-from tests.support.caller import ANSWER, ARGUMENTS, write_caller
+from tests.support.caller import ANSWER, ARGUMENTS
 from tests.support.retrieval import write_embedder
 from tests.support.serving import Server, serving
 
 ASK = "The capital of France is"
-WRITTEN = "The file is written."
 INSTALL = "is not installed: pip install -e '.[clients]'"
 
 
@@ -132,37 +127,3 @@ def test_instructor_streams_parts_of_an_object(server: Server) -> None:
     said = [{"role": "user", "content": "A city."}]
     parts = [*client.chat.completions.create_partial(model="demo", messages=said, response_model=City, temperature=0)]
     assert City.model_validate(parts[-1].model_dump())
-
-
-# Codex
-
-
-@pytest.mark.clients
-@pytest.mark.skipif(not shutil.which("codex"), reason="codex is not installed: npm install -g @openai/codex")
-def test_codex_writes_a_file(artifacts: Path, tmp_path: Path) -> None:
-    """The model calls its tool with a command that writes a file, and says so once it has its result."""
-    call = ['{"name": "exec_command", "arguments": {"cmd": ', '"echo written > made.txt"}}']
-    write_caller(tmp_path / "caller", call, WRITTEN, context=1 << 17)
-    home, work = tmp_path / "home", tmp_path / "work"
-    for directory in (home, work):
-        directory.mkdir()
-    with serving(build(tmp_path / "caller", artifacts)) as running:
-        provider = f'name = "local"\nbase_url = "{running.url}/v1"\nwire_api = "responses"\n'
-        head = 'model = "caller"\nmodel_provider = "local"\n'
-        (home / "config.toml").write_text(f"{head}[model_providers.local]\n{provider}")
-        options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"]
-        run = subprocess.run(
-            ["codex", "exec", *options, "Write made.txt"],
-            cwd=work,
-            env=os.environ | {"CODEX_HOME": str(home), "HOME": str(home)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert run.returncode == 0, run.stderr
-        noted = [line for line in running.lines if "POST /v1/responses 200" in line]
-    items = [event.get("item", {}) for event in map(json.loads, run.stdout.splitlines())]
-    assert [item["text"] for item in items if item.get("type") == "agent_message"] == [WRITTEN], run.stdout
-    assert (work / "made.txt").read_text() == "written\n"
-    assert len(noted) == 2 and int(noted[1].split(" cached")[0].split()[-1]) > 20_000, "the prompt was cached"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from llama_npu2.options import Sampling
 from llama_npu2.serve.failures import RequestError, TooLongError, engine_failed
 from llama_npu2.serve.keys import namespace
 from llama_npu2.serve.tokens import Pieces
-from llama_npu2.text.chat_template import sources
+from llama_npu2.text.chat_template import DEFAULT, sources
 from llama_npu2.text.pooling import embeds
 
 _TEXT_THREADS = 2
@@ -185,6 +186,17 @@ class Model:
     def chats(self) -> bool:
         """Whether the model takes part in a conversation: it has a chat template, and writes."""
         return not self.embeds and bool(self.templates)
+
+    @property
+    def template_names(self) -> set[str]:
+        """The names in the tags of its chat template, without those of attributes and in texts."""
+        tags = " ".join(re.findall(r"\{[{%](.*?)[%}]\}", self.templates.get(DEFAULT, ""), re.DOTALL))
+        return set(re.findall(r"(?<![.\w])[a-z_]+\b", re.sub(r"'[^']*'|\"[^\"]*\"", "", tags)))
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether its chat templates take tools."""
+        return self.chats and ("tools" in self.template_names or len(self.templates) > 1)
 
     def check_chats(self) -> None:
         """Raises RequestError if the model takes part in no conversation."""

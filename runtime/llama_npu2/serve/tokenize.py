@@ -80,6 +80,7 @@ async def props(request: Request) -> Response:
             "total_slots": model.most_replies,
             "model_alias": model.name,
             "modalities": {"vision": False, "audio": False},
+            "chat_template_caps": dict.fromkeys(("supports_tools", "supports_tool_calls"), model.takes_tools),
             "build_info": f"llama-npu2 {__version__}",
         }
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -176,21 +175,10 @@ def without_others(schema: Any) -> Any:
 # Thinking
 
 
-def _names(model: Model) -> set[str]:
-    """Return the names in the tags of a model's chat template, without those of attributes and in texts."""
-    tags = " ".join(re.findall(r"\{[{%](.*?)[%}]\}", model.templates.get(DEFAULT, ""), re.DOTALL))
-    return set(re.findall(r"(?<![.\w])[a-z_]+\b", re.sub(r"'[^']*'|\"[^\"]*\"", "", tags)))
-
-
 def thinks(model: Model) -> bool:
     """Return whether a model thinks before it answers, by its chat template."""
     known = {*THINKS, "reasoning_effort"}
-    return bool(known & _names(model)) or "<think>" in model.templates.get(DEFAULT, "")
-
-
-def reads_tools(model: Model) -> bool:
-    """Return whether a model's chat templates take tools."""
-    return "tools" in _names(model) or len(model.templates) > 1
+    return bool(known & model.template_names) or "<think>" in model.templates.get(DEFAULT, "")
 
 
 def thinking(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +188,7 @@ def thinking(model: Model, asked: Mapping[str, Any]) -> dict[str, Any]:
         if wanted:
             raise RequestError(400, f'"{name}" does not support thinking', "think")
         return {}
-    read = _names(model)
+    read = model.template_names
     found: dict[str, Any] = {}
     if isinstance(wanted, str) and "reasoning_effort" in read:
         found["reasoning_effort"] = "high" if wanted == "max" else wanted

@@ -19,7 +19,7 @@ from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import closed, word
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.models import Models
-from llama_npu2.serve.ollama.common import empty, reads_tools, thinks
+from llama_npu2.serve.ollama.common import empty, thinks
 from llama_npu2.text.chat_template import DEFAULT
 
 _VERSION = "0.12.6"
@@ -84,7 +84,7 @@ def _listed(model: Model) -> dict[str, Any]:
 
 def _capabilities(model: Model) -> list[str]:
     found = {"completion": not model.embeds, "embedding": model.embeds}
-    found |= {"tools": model.chats and reads_tools(model), "thinking": model.chats and thinks(model)}
+    found |= {"tools": model.takes_tools, "thinking": model.chats and thinks(model)}
     return [name for name, has in found.items() if has]
 
 

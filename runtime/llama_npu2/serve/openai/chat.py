@@ -52,13 +52,17 @@ _part = by(
 )
 
 
-_parts = list_of(_part, 1, MOST_PARTS)
+def _text_or_parts(least: int) -> Check:
+    parts = list_of(_part, least, MOST_PARTS)
+
+    @described(lambda: {"anyOf": [described_by(string), described_by(parts)]})
+    def check(value: Any) -> None:
+        (parts if type(value) is list else string)(value)
+
+    return check
 
 
-@described(lambda: {"anyOf": [described_by(string), described_by(_parts)]})
-def _content(value: Any) -> None:
-    (_parts if type(value) is list else string)(value)
-
+_content, _result = _text_or_parts(1), _text_or_parts(0)
 
 _format = by(
     "type",
@@ -103,7 +107,7 @@ _message = by(
         "developer": _spoken,
         "user": _spoken,
         "assistant": _assistant,
-        "tool": closed({"role": string, "content": _content, "tool_call_id": string}, {"name": string}),
+        "tool": closed({"role": string, "content": _result, "tool_call_id": string}, {"name": string}),
     },
     "other roles are not supported",
 )
