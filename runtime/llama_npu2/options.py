@@ -429,6 +429,9 @@ class Listening(Checked):
 
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER = r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})"
+SECONDS = rf"([+-]?)(?:{_NUMBER}|((?:{_NUMBER}(?:{'|'.join(_SECONDS)}))+))"
+"""What a time is, as a regular expression: see `seconds_of`."""
 
 
 def seconds_of(text: str) -> float:
@@ -436,11 +439,10 @@ def seconds_of(text: str) -> float:
 
     It is a number of seconds, or numbers with units as Go writes them: `90`, `1.5h`, `1h30m`, `-1`.
     """
-    number = r"(\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})"
-    found = re.fullmatch(rf"([+-]?)(?:{number}|((?:{number}(?:{'|'.join(_SECONDS)}))+))", text.strip())
+    found = re.fullmatch(SECONDS, text.strip())
     if not found:
         raise ValueError("a time, such as 90s, 5m or 1h30m, or -1 for ever")
-    parts = re.findall(rf"{number}({'|'.join(_SECONDS)})", found[3] or f"{found[2]}s")
+    parts = re.findall(rf"{_NUMBER}({'|'.join(_SECONDS)})", found[3] or f"{found[2]}s")
     seconds = sum(float(count) * _SECONDS[unit] for count, unit in parts)
     return math.inf if found[1] == "-" and seconds else seconds
 

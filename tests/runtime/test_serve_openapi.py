@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 
 from llama_npu2.schema import Invalid, described_by
 from llama_npu2.serve import rerank
+from llama_npu2.serve.anthropic.fields import message_fields
 from llama_npu2.serve.fields import closed
+from llama_npu2.serve.ollama import chat as ollama_chat
+from llama_npu2.serve.ollama import generate
 from llama_npu2.serve.openai import chat, completions, embeddings, responses
 from tests.conftest import ROOT
 from tests.fuzz.mutate import mutated_json
@@ -20,12 +24,16 @@ from tests.support.serving import serving
 
 SEEDS = ROOT / "tests/fuzz/corpus/request"
 OF_SEEDS = {
-    "chat": chat,
-    "format": chat,
-    "completion": completions,
-    "embeddings": embeddings,
-    "rerank": rerank,
-    "responses": responses,
+    "chat": chat.fields,
+    "format": chat.fields,
+    "completion": completions.fields,
+    "embeddings": embeddings.fields,
+    "rerank": rerank.fields,
+    "responses": responses.fields,
+    "message": message_fields,
+    "message_format": message_fields,
+    "ollama_chat": ollama_chat.fields,
+    "ollama_generate": generate.fields,
 }
 
 
@@ -40,7 +48,7 @@ def passes(check: Any, value: Any) -> bool:
 @pytest.mark.parametrize("name", OF_SEEDS)
 def test_what_is_let_through_is_described(name: str) -> None:
     """Few are refused that the description allows: it cannot say that a text is JSON, or whose keys are reserved."""
-    check = closed(*OF_SEEDS[name].fields(1000))
+    check = closed(*OF_SEEDS[name](1000))
     schema = described_by(check)
     jsonschema.Draft202012Validator.check_schema(schema)
     described, rng = jsonschema.Draft202012Validator(schema), Random(0)
@@ -59,12 +67,17 @@ def test_every_path_is_described(demo: Path) -> None:
     with serving(demo) as running:
         found = running.ask("/openapi.json").json
     assert found["openapi"] == "3.1.0"
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith(("| `GET /", "| `POST /"))]
+    documented = {path for row in rows for path in re.findall(r"`(?:GET |POST )?(/[^`?]*)", row)}
+    paths = {path.replace("{name}", "NAME") for path in found["paths"]}
+    assert paths == documented - {"/page/NAME", "/openapi.json"}
     for path, operations in found["paths"].items():
-        assert path.replace("{name}", "NAME") in page, path
         for method, operation in operations.items():
             refused = path in [f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete")]
             assert operation["summary"] and ("requestBody" in operation) == (method == "post" and not refused)
     asked = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    embedding = found["paths"]["/api/embed"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert embedding["properties"]["model"] is False, "no model that is served makes embeddings"
     assert asked["properties"]["model"] == {"enum": ["demo"]} and "functions" not in asked["properties"]
     jsonschema.validate({"model": "demo", "messages": [{"role": "user", "content": "x"}], "stop": None}, asked)
     with pytest.raises(jsonschema.ValidationError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import build
+from tests.conftest import ROOT, build
 from tests.support.caller import write_caller
+from tests.support.retrieval import write_embedder, write_ranker
 from tests.support.serving import Server, serving
+
+SUPPORT = ROOT / "tests/support"
 
 pytestmark = pytest.mark.clients
 
@@ -48,3 +52,21 @@ def test_compatcanary(server: Server) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stdout + run.stderr
     assert {each["status"] for each in json.loads(run.stdout)["results"]} == {"pass"}
+
+
+@installed("schemathesis", "pipx install schemathesis")
+def test_schemathesis(artifacts: Path, tmp_path: Path) -> None:
+    """All checks, 200 examples of each operation, with models that write, embed and rank; minutes."""
+    models = []
+    for name, write in (("caller", write_caller), ("embedder", write_embedder), ("ranker", write_ranker)):
+        write(tmp_path / name)
+        models.append(build(tmp_path / name, artifacts))
+    with serving(models[0], others=models[1:]) as running:
+        command = ["schemathesis", f"--config-file={SUPPORT / 'schemathesis.toml'}", "run"]
+        command += [f"{running.url}/openapi.json", "--checks=all", "--exclude-checks=positive_data_acceptance"]
+        command += ["--max-examples=200", "--continue-on-failure", "--no-color", "--seed=1"]
+        hooks = {"SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(SUPPORT)}
+        run = subprocess.run(command, cwd=tmp_path, env=os.environ | hooks, capture_output=True, text=True)
+        operations = sum(map(len, running.ask("/openapi.json").json["paths"].values()))
+    assert run.returncode == 0, run.stdout
+    assert f"Operations:       {operations} selected / {operations} total" in run.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from operator import attrgetter
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -64,18 +65,28 @@ Fields = tuple[Mapping[str, Check], Mapping[str, Check]]
 Respond = Callable[[Request], Awaitable[Response]]
 
 
-def takes(fields: Callable[[int], Fields]) -> Callable[[Respond], Respond]:
-    """Return a decorator that notes which fields the requests have that a function answers."""
+Suits = Callable[[Model], bool]
+"""Whether requests to a path may name a model."""
+chats: Suits = attrgetter("chats")
+writes: Suits = attrgetter("writes")
+embeds: Suits = attrgetter("embeds")
+
+
+def takes(fields: Callable[[int], Fields], suits: Suits = lambda model: True) -> Callable[[Respond], Respond]:
+    """Return a decorator that notes which fields the requests have that a function answers, and of which models."""
 
     def note(respond: Respond) -> Respond:
-        vars(respond)["fields"] = fields
+        vars(respond).update(fields=fields, suits=suits)
         return respond
 
     return note
 
 
 def answering(
-    fields: Callable[[int], Fields], make: Callable[[Model, dict[str, Any]], Answer], heartbeat: bytes = COMMENT
+    fields: Callable[[int], Fields],
+    make: Callable[[Model, dict[str, Any]], Answer],
+    heartbeat: bytes = COMMENT,
+    suits: Suits = chats,
 ) -> Respond:
     """Return what answers the requests to one path.
 
@@ -83,9 +94,10 @@ def answering(
         fields: the checks of a request, for a model with so many tokens in its vocabulary.
         make: makes the answer to the fields of a request. Raises RequestError.
         heartbeat: what a stream says whenever no event has come for a while.
+        suits: returns whether a model can answer.
     """
 
-    @takes(fields)
+    @takes(fields, suits)
     async def answer(request: Request) -> Response:
         model, asked = await asked_of(request, fields)
         await ready(request, model)

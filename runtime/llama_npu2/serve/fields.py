@@ -58,8 +58,8 @@ def closed(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Chec
 
     def describe() -> dict[str, Any]:
         may = {name: described_by(check) for name, check in optional.items()}
-        properties = {name: described_by(check) for name, check in required.items()}
-        properties |= {name: {"anyOf": [each, {"type": "null"}]} for name, each in may.items() if each != {"not": {}}}
+        properties = {name: {"anyOf": [each, {"type": "null"}]} for name, each in may.items() if each != {"not": {}}}
+        properties |= {name: described_by(check) for name, check in required.items()}
         return {
             "type": "object",
             "properties": properties,
@@ -118,15 +118,19 @@ def word(value: Any) -> None:
         raise Invalid(value, "a text that is not empty")
 
 
-def one_or_list(item: Check, least: int, most: int) -> Check:
-    """Return a check for a value that passes `item`, or a list of `least` to `most` such values."""
-    several = list_of(item, least, most)
+def or_list(one: Check, several: Check) -> Check:
+    """Return a check for a list that passes `several`, or any other value that passes `one`."""
 
-    @described(lambda: {"anyOf": [described_by(item), described_by(several)]})
+    @described(lambda: {"anyOf": [described_by(one), described_by(several)]})
     def check(value: Any) -> None:
-        (several if type(value) is list else item)(value)
+        (several if type(value) is list else one)(value)
 
     return check
+
+
+def one_or_list(item: Check, least: int, most: int) -> Check:
+    """Return a check for a value that passes `item`, or a list of `least` to `most` such values."""
+    return or_list(item, list_of(item, least, most))
 
 
 @described(lambda: {"type": "object"})

@@ -183,9 +183,14 @@ class Model:
         return self._parts.pieces
 
     @property
+    def writes(self) -> bool:
+        """Whether the model writes text."""
+        return not self.embeds
+
+    @property
     def chats(self) -> bool:
         """Whether the model takes part in a conversation: it has a chat template, and writes."""
-        return not self.embeds and bool(self.templates)
+        return self.writes and bool(self.templates)
 
     @property
     def template_names(self) -> set[str]:
@@ -206,7 +211,7 @@ class Model:
 
     def check_writes(self) -> None:
         """Raises RequestError if the model writes no text."""
-        if self.embeds:
+        if not self.writes:
             raise RequestError(400, f"{self.name} makes embeddings and writes no text: use /v1/embeddings", "model")
 
     @property

@@ -43,7 +43,8 @@ def _operation(route: Route, models: Models) -> dict[str, Any]:
     if fields := getattr(route.endpoint, "fields", None):
         schema = described_by(closed(*fields(min(model.vocabulary for model in models))))
         if "model" in schema["required"]:
-            schema["properties"]["model"] = {"enum": [model.name for model in models]}
+            suiting = [model.name for model in models if vars(route.endpoint)["suits"](model)]
+            schema["properties"]["model"] = {"enum": suiting} if suiting else False
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return found
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llama_npu2.errors import UserError
-from llama_npu2.serve.answers import Fields, Respond, asked_of, ready, takes
+from llama_npu2.serve.answers import Fields, Respond, Suits, asked_of, ready, takes
 from llama_npu2.serve.events import unless_gone
 from llama_npu2.serve.failures import RequestError, engine_failed
 from llama_npu2.serve.model import Model
@@ -86,16 +86,19 @@ class Readings:
 
 
 def reading(
-    fields: Callable[[int], Fields], answer: Callable[[Readings, dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
+    fields: Callable[[int], Fields],
+    answer: Callable[[Readings, dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]],
+    suits: Suits,
 ) -> Respond:
     """Return what answers the requests to a path, whose texts are read.
 
     Args:
         fields: the checks of a request, for a model with so many tokens in its vocabulary.
         answer: returns the answer to the fields of a request. Raises RequestError.
+        suits: returns whether a model can answer.
     """
 
-    @takes(fields)
+    @takes(fields, suits)
     async def respond(request: Request) -> Response:
         model, asked = await asked_of(request, fields)
         await ready(request, model)

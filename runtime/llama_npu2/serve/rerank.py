@@ -11,7 +11,7 @@ from starlette.routing import Route
 from llama_npu2.engine.retrieval import Relevance, ranked
 from llama_npu2.errors import UserError
 from llama_npu2.schema import Check, Invalid, described, described_by, flag, list_of, string, whole
-from llama_npu2.serve.answers import Fields
+from llama_npu2.serve.answers import Fields, writes
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import closed, word
 from llama_npu2.serve.readings import Readings, reading
@@ -71,4 +71,5 @@ async def _rerank(readings: Readings, asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ROUTES = [Route(path, reading(fields, _rerank), methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")]
+_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
+ROUTES = [Route(path, reading(fields, _rerank, writes), methods=["POST"]) for path in _PATHS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llama_npu2.schema import Check, Invalid, flag, list_of, one_of, string, text, whole
+from llama_npu2.schema import Check, Invalid, described, described_by, flag, list_of, one_of, string, text, whole
 from llama_npu2.serve.answers import Fields
 from llama_npu2.serve.fields import (
     MOST_MESSAGES,
@@ -18,6 +18,7 @@ from llama_npu2.serve.fields import (
     left_out,
     number,
     only,
+    or_list,
     stop_text,
     word,
 )
@@ -41,8 +42,7 @@ _texts = by("type", {"text": _text}, _NO_BLOCK)
 
 def _content(block: Check, least: int) -> Check:
     """Return a check for a text, or for a list of at least so many blocks."""
-    blocks = list_of(block, least, MOST_PARTS)
-    return lambda value: (blocks if type(value) is list else string)(value)
+    return or_list(string, list_of(block, least, MOST_PARTS))
 
 
 _result = closed(
@@ -85,6 +85,7 @@ _custom_tool = closed(
 )
 
 
+@described(lambda: described_by(_custom_tool))
 def _tool(value: Any) -> None:
     if type(value) is dict and type(value.get("type")) is str:
         # Tools of Anthropic have other fields: the first thing to say of them is that they are not supported.
@@ -119,6 +120,7 @@ _format = by(
 )
 
 
+@described(lambda: {"enum": ["all", {"type": "all"}]})
 def _all(value: Any) -> None:
     if value not in ("all", {"type": "all"}):
         raise Invalid(value, '"all": thinking is kept or left out as the chat template does it')

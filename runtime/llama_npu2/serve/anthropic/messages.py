@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.options import Sampling
-from llama_npu2.serve.answers import Respond, answering, asked_of, ready, takes
+from llama_npu2.serve.answers import Respond, answering, asked_of, chats, ready, takes
 from llama_npu2.serve.anthropic.common import ID, error_in_stream, new_id
 from llama_npu2.serve.anthropic.fields import count_fields, message_fields
 from llama_npu2.serve.anthropic.prompts import messages_of, tools_of, variables_of
@@ -257,7 +257,7 @@ def routes(keeps_billing_header: bool) -> list[Route]:
         keeps_billing_header: whether prompts keep the line by which Claude Code says for billing who asks.
     """
     message = answering(message_fields, partial(_Message, keeps_billing_header=keeps_billing_header), _PING)
-    count = takes(count_fields)(partial(_count_tokens, keeps_billing_header=keeps_billing_header))
+    count = takes(count_fields, chats)(partial(_count_tokens, keeps_billing_header=keeps_billing_header))
     return [
         Route(PATH, _with_id(message), methods=["POST"]),
         Route(COUNT_PATH, _with_id(count), methods=["POST"]),

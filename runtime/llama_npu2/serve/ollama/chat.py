@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, Invalid, inside, list_of, one_of, string, whole
-from llama_npu2.serve.answers import Fields
+from llama_npu2.schema import Check, Invalid, described, described_by, inside, list_of, one_of, string, whole
+from llama_npu2.serve.answers import Fields, chats
 from llama_npu2.serve.conversation import Conversation, FieldNames, Turn
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import (
@@ -44,15 +44,23 @@ _calls = list_of(
     0,
     MOST_CALLS,
 )
+_SAYS = ("content", "thinking", "tool_calls")
+"""Fields of which a message of the assistant has at least one."""
 _spoken = closed({"role": string, "content": string}, {"images": _NO_IMAGES})
 _answered = closed(
     {"role": string}, {"content": string, "thinking": string, "tool_calls": _calls, "images": _NO_IMAGES}
 )
 
 
+def _describe_assistant() -> dict[str, Any]:
+    says = [{"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in _SAYS]
+    return {"allOf": [described_by(_answered), {"anyOf": says}]}
+
+
+@described(_describe_assistant)
 def _assistant(value: Any) -> None:
     _answered(value)
-    if all(value.get(name) is None for name in ("content", "thinking", "tool_calls")):
+    if all(value.get(name) is None for name in _SAYS):
         raise Invalid(value, "an object with content")
 
 
@@ -71,6 +79,7 @@ _message = by(
 )
 
 
+@described(lambda: described_by(list_of(_message, 0, MOST_MESSAGES)))
 def _messages(value: Any) -> None:
     list_of(lambda each: None, 0, MOST_MESSAGES)(value)
     for at, message in enumerate(value):
@@ -160,7 +169,7 @@ def message(said: Said) -> dict[str, Any]:
 ROUTES = [
     Route(
         "/api/chat",
-        answering(fields, _conversation, message, lambda asked: bool(asked.get("messages"))),
+        answering(fields, _conversation, message, lambda asked: bool(asked.get("messages")), chats),
         methods=["POST"],
     )
 ]

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from llama_npu2.options import Sampling, seconds_of
-from llama_npu2.schema import Check, Invalid, flag, one_of, whole
-from llama_npu2.serve.answers import Fields, Respond, answered, asked_of, ready, takes
+from llama_npu2.options import SECONDS, Sampling, seconds_of
+from llama_npu2.schema import Check, Invalid, described, described_by, flag, one_of, whole
+from llama_npu2.serve.answers import Fields, Respond, Suits, answered, asked_of, ready, takes
 from llama_npu2.serve.conversation import THINKS, End
 from llama_npu2.serve.events import line
 from llama_npu2.serve.failures import RequestError
@@ -46,6 +46,7 @@ def error_of(error: RequestError) -> dict[str, Any]:
 def empty(why: str) -> Check:
     """Return a check for a text or a list that is empty: clients send such ones for what is not given."""
 
+    @described(lambda: {"enum": ["", []]})
     def check(value: Any) -> None:
         if value not in ("", []):
             left_out(why)(value)
@@ -53,6 +54,10 @@ def empty(why: str) -> Check:
     return check
 
 
+_seconds = number(-_LARGEST, _LARGEST)
+
+
+@described(lambda: {"anyOf": [described_by(_seconds), {"type": "string", "pattern": rf"^\s*(?:{SECONDS})\s*$"}]})
 def check_keep_alive(value: Any) -> None:
     """Check how long a model is to stay loaded: seconds, or a text."""
     if type(value) is str:
@@ -61,7 +66,7 @@ def check_keep_alive(value: Any) -> None:
         except ValueError as error:
             raise Invalid(value, str(error)) from None
     else:
-        number(-_LARGEST, _LARGEST)(value)
+        _seconds(value)
 
 
 def patience(asked: Mapping[str, Any]) -> float | None:
@@ -72,11 +77,13 @@ def patience(asked: Mapping[str, Any]) -> float | None:
     return math.inf if given is not None and given < 0 else given
 
 
+@described(lambda: {"anyOf": [{"type": "object"}, {"enum": ["", "json"]}]})
 def _format(value: Any) -> None:
     if type(value) is not dict and value not in ("", "json"):
         raise Invalid(value, '"json" or a JSON schema')
 
 
+@described(lambda: {"enum": [True, False, *_EFFORTS]})
 def _think(value: Any) -> None:
     (one_of(*_EFFORTS) if type(value) is str else flag)(value)
 
@@ -316,6 +323,7 @@ def answering(
     source: Callable[[Model, Mapping[str, Any]], Source],
     shape: Shape,
     says: Callable[[Mapping[str, Any]], bool],
+    suits: Suits,
 ) -> Respond:
     """Return what answers the requests to one path.
 
@@ -324,9 +332,10 @@ def answering(
         source: makes what is replied to of the fields of a request. Raises RequestError.
         shape: of answers.
         says: returns whether a request says anything: others load a model or unload it.
+        suits: returns whether a model can answer.
     """
 
-    @takes(fields)
+    @takes(fields, suits)
     async def answer(request: Request) -> Response:
         came = time.perf_counter_ns()
         model, asked = await asked_of(request, fields)

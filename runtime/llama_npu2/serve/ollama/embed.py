@@ -10,25 +10,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, list_of, string, whole
-from llama_npu2.serve.answers import Fields, Respond, asked_of, ready, takes
-from llama_npu2.serve.fields import closed, only, word
+from llama_npu2.schema import Check, string, whole
+from llama_npu2.serve.answers import Fields, Respond, asked_of, embeds, ready, takes
+from llama_npu2.serve.fields import closed, one_or_list, only, word
 from llama_npu2.serve.ollama.common import OPTIONS, Clock, check_keep_alive, patience
 from llama_npu2.serve.readings import Readings, embedded, read_for
 
 _MOST_INPUTS = 2048
 _COMMON: Mapping[str, Check] = {"keep_alive": check_keep_alive, "options": closed({}, OPTIONS)}
-_several = list_of(string, 0, _MOST_INPUTS)
-
-
-def _input(value: Any) -> None:
-    (_several if type(value) is list else string)(value)
 
 
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request to `/api/embed`."""
     more: dict[str, Check] = {"dimensions": whole(0, 1 << 20), "truncate": only(False, "texts are not cut"), **_COMMON}
-    return {"model": word, "input": _input}, more
+    return {"model": word, "input": one_or_list(string, 0, _MOST_INPUTS)}, more
 
 
 def _fields_of_older(vocabulary: int) -> Fields:
@@ -46,7 +41,7 @@ def _answering(
         shape: returns the answer to the fields of a request, with embeddings.
     """
 
-    @takes(fields)
+    @takes(fields, embeds)
     async def answer(request: Request) -> Response:
         came = time.perf_counter_ns()
         model, asked = await asked_of(request, fields)

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from llama_npu2.options import Sampling
 from llama_npu2.schema import Check, flag, string
-from llama_npu2.serve.answers import Fields
+from llama_npu2.serve.answers import Fields, writes
 from llama_npu2.serve.conversation import Conversation, End, Turn
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import word
@@ -81,7 +81,7 @@ def _response(said: Said) -> dict[str, Any]:
 ROUTES = [
     Route(
         "/api/generate",
-        answering(fields, _source, _response, lambda asked: bool(asked.get("prompt"))),
+        answering(fields, _source, _response, lambda asked: bool(asked.get("prompt")), writes),
         methods=["POST"],
     )
 ]

@@ -24,6 +24,7 @@ from llama_npu2.serve.fields import (
     json_schema,
     left_out,
     only,
+    or_list,
     word,
 )
 from llama_npu2.serve.model import Model
@@ -52,17 +53,7 @@ _part = by(
 )
 
 
-def _text_or_parts(least: int) -> Check:
-    parts = list_of(_part, least, MOST_PARTS)
-
-    @described(lambda: {"anyOf": [described_by(string), described_by(parts)]})
-    def check(value: Any) -> None:
-        (parts if type(value) is list else string)(value)
-
-    return check
-
-
-_content, _result = _text_or_parts(1), _text_or_parts(0)
+_content, _result = (or_list(string, list_of(_part, least, MOST_PARTS)) for least in (1, 0))
 
 _format = by(
     "type",
@@ -91,10 +82,11 @@ _of_assistant: dict[str, Check] = {
     "function_call": left_out("it is tool_calls now"),
 }
 _answered = closed({"role": string, "content": _content}, {**_of_assistant, "tool_calls": tools.calls})
+_with_a_call = {"dependentSchemas": {"tool_calls": {"properties": {"tool_calls": {"minItems": 1}}}}}
 _called = closed({"role": string, "tool_calls": tools.calls}, {**_of_assistant, "content": _content})
 
 
-@described(lambda: {"anyOf": [described_by(_answered), described_by(_called)]})
+@described(lambda: {"anyOf": [described_by(_answered), {**described_by(_called), **_with_a_call}]})
 def _assistant(value: Any) -> None:
     called = type(value) is dict and value.get("tool_calls") and value.get("content") is None
     (_called if called else _answered)(value)

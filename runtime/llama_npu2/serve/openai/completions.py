@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from llama_npu2.engine.completion import Logprob
 from llama_npu2.schema import Check, flag, whole
-from llama_npu2.serve.answers import Fields, answering
+from llama_npu2.serve.answers import Fields, answering, writes
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import MOST_TOKENS, left_out, only, word
@@ -161,4 +161,4 @@ class _Completion:
             yield self._chunk([], self._usage())
 
 
-ROUTES = [Route("/v1/completions", answering(fields, _Completion), methods=["POST"])]
+ROUTES = [Route("/v1/completions", answering(fields, _Completion, suits=writes), methods=["POST"])]

@@ -9,7 +9,7 @@ import numpy as np
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, one_of, string, whole
-from llama_npu2.serve.answers import Fields
+from llama_npu2.serve.answers import Fields, embeds
 from llama_npu2.serve.fields import word
 from llama_npu2.serve.openai.common import each_text, texts_or_tokens
 from llama_npu2.serve.readings import Readings, embedded, reading
@@ -54,4 +54,4 @@ def _in_base64(values: np.ndarray) -> str:
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
-ROUTES = [Route("/v1/embeddings", reading(fields, _embeddings), methods=["POST"])]
+ROUTES = [Route("/v1/embeddings", reading(fields, _embeddings, embeds), methods=["POST"])]
