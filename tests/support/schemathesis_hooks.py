@@ -20,6 +20,7 @@ REASONS = {
     "tools have names of their own": r"two tools have the same name",
     "a call is forced where there are tools": r"there are no tools",
     "a field makes sense with another one": r"must be left out: (stream|logprobs) is not true|only with echo",
+    "a field repeats another one": r"all replies are returned",
     "one of two fields has to be given": r"^model must be given",
     "a field takes the place of another one": r"there is reasoning_effort|tool_choice forces a call",
     "the last message is the user's": r"must be user: replies cannot be begun",

@@ -88,7 +88,7 @@ def by(key: str, kinds: Mapping[str, Check], what: str) -> Check:
     """Return a check for an object whose value at `key` says which of several checks it has to pass."""
 
     def describe() -> dict[str, Any]:
-        each = {name: {"properties": {key: {"const": name}}, "required": [key]} for name in kinds}
+        each = {name: {"type": "object", "properties": {key: {"const": name}}, "required": [key]} for name in kinds}
         return {"anyOf": [{"allOf": [described_by(kinds[name]), each[name]]} for name in kinds]}
 
     @described(describe)

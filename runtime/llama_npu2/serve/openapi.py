@@ -41,10 +41,10 @@ def _operation(route: Route, models: Models) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if fields := getattr(route.endpoint, "fields", None):
-        schema = described_by(closed(*fields(min(model.vocabulary for model in models))))
+        suiting = [model for model in models if vars(route.endpoint)["suits"](model)]
+        schema = described_by(closed(*fields(min(model.vocabulary for model in suiting or models))))
         if "model" in schema["required"]:
-            suiting = [model.name for model in models if vars(route.endpoint)["suits"](model)]
-            schema["properties"]["model"] = {"enum": suiting} if suiting else False
+            schema["properties"]["model"] = {"enum": [model.name for model in suiting]} if suiting else False
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return found
 

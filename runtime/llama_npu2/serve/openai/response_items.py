@@ -63,7 +63,10 @@ _KINDS: dict[str, Check] = {
 _typed = by("type", _KINDS, "other items are not supported")
 
 
-@described(lambda: {"anyOf": [described_by(_message), described_by(_typed)]})
+_without_type = {"properties": {"type": {"type": "null"}}}
+
+
+@described(lambda: {"anyOf": [{"allOf": [described_by(_message), _without_type]}, described_by(_typed)]})
 def _item(value: Any) -> None:
     (_message if type(value) is dict and value.get("type") is None and "role" in value else _typed)(value)
 
