@@ -44,8 +44,9 @@ CONVERSATIONS = 32
 """How many there are: their turns are asked for again and again, and each is checked against the model alone."""
 KV_MEMORY = 64
 """MiB: less than so many conversations take, so that sequences give way to each other."""
-PAIRS, SECONDS, WARM = 3, 30, 15
-"""How often two servers are compared, for how long, and how long they have had work before."""
+PAIRS, SECONDS, WARM = 3, 20, 2.5
+"""How often two servers are compared, for how long, and how long they have had work before, for each client: they all
+begin with a prompt."""
 GROWTH = 16 << 20
 """Bytes that the server may have more at the end than early on."""
 
@@ -246,7 +247,7 @@ def test_beside_llama_cpp(smol: Path, checkpoint: Path, clients: int) -> None:
         model = ours.ask("/v1/models").json["data"][0]["id"]
         for pair in range(PAIRS):
             for url in (ours.url, theirs)[:: -1 if pair % 2 else 1]:
-                made = conversations(url, model, clients, SECONDS, ends, first=1000 * pair, warm=WARM)
+                made = conversations(url, model, clients, SECONDS, ends, first=1000 * pair, warm=WARM * clients)
                 found[url].append(asyncio.run(made))
                 print(f"{clients} clients, {'ours' if url == ours.url else 'llama.cpp'}: {found[url][-1]}")
     ratios = [one.rate / other.rate for one, other in zip(found[ours.url], found[theirs], strict=True)]

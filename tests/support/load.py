@@ -119,7 +119,9 @@ class Client:
         """
         self._model, self._hurried = model, hurried
         options = [] if hurried else [(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)]
-        transport = httpx.AsyncHTTPTransport(socket_options=options)
+        # One connection a request: a server may close one that is kept, just when it is used again.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=options)
         self.http = httpx.AsyncClient(base_url=url, timeout=600, transport=transport)
         self.answers: list[Answered] = []
 
