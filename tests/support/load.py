@@ -149,7 +149,7 @@ class Client:
                         made.take(json.loads(line[6:]))
                         if not self._hurried:
                             await asyncio.sleep(0.05)
-            if reset:
+            if reset and len(made.pieces) == most:
                 stream = response.extensions["network_stream"].get_extra_info("socket")
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return made
