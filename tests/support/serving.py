@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -111,6 +112,12 @@ def serving(directory: Path, *options: str, others: Sequence[Path] = (), before:
 
 def _collect(stream: Any, lines: list[str]) -> None:
     lines += (line.rstrip() for line in stream)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def wait_for(fact: Callable[[], Any], seconds: float = 20.0) -> None:
