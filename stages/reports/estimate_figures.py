@@ -38,10 +38,7 @@ def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dic
         "grouping": grouping,
         "depth": estimate.depth,
         "token_bytes": {"moved": moved, "weights": weights},
-        "groupings": {
-            name: {phase: sum(moment.time.milliseconds for moment in moments) for phase, moments in _phases(one)}
-            for name, one in estimates.items()
-        },
+        "groupings": {name: one.times() for name, one in estimates.items()},
         "phases": {phase: _phase(moments) for phase, moments in _phases(estimate)},
         "ranges": {phase: _range(found) for phase, found in estimate.ranges.items()},
         "programs": {name: _program(rows) for name, rows in estimate.rows.items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -82,6 +82,10 @@ class Estimate:
     """Positions that the KV cache has room for."""
     second_copy: bool = False
     """Whether the host has unpacked weights for prompts before, and does not unpack them for each."""
+    _stretches: dict[tuple[int | None, int], list[Stretch]] = field(default_factory=dict, repr=False, compare=False)
+    """What was computed, by bucket and window: it does not depend on rates."""
+    _host_works: dict[tuple[Stretch, int, int], Work] = field(default_factory=dict, repr=False, compare=False)
+    """The work of the host's stretches, by rows and positions before them."""
 
     @cached_property
     def grouping(self) -> Grouping:
@@ -115,8 +119,7 @@ class Estimate:
     def at(self, machine: Machine) -> Estimate:
         """Return the estimate with other rates. What does not depend on them is computed once."""
         other = replace(self, machine=machine)
-        for name in ("grouping", "programs", "modules", "_stretches", "_host_works"):
-            setattr(other, name, getattr(self, name))
+        other.grouping, other.programs, other.modules = self.grouping, self.programs, self.modules
         other.rows = {name: [row.at(machine) for row in rows] for name, rows in self.rows.items()}
         return other
 
@@ -176,15 +179,11 @@ class Estimate:
             weights += sum(nbytes(slot["dtype"], slot["shape"]) for slot in slots)
         return moved, weights
 
-    def stretches(self, bucket: int | None = None, window: int = 0) -> Iterator[Stretch]:
-        """Yield the stretches of a prompt in a bucket (and a context bucket that is not its first), or of a token."""
+    def stretches(self, bucket: int | None = None, window: int = 0) -> list[Stretch]:
+        """Return the stretches of a prompt in a bucket (and a context bucket that is not its first), or of a token."""
         if (bucket, window) not in self._stretches:
             self._stretches[bucket, window] = list(self._made_stretches(bucket, window))
-        yield from self._stretches[bucket, window]
-
-    @cached_property
-    def _stretches(self) -> dict[tuple[int | None, int], list[Stretch]]:
-        return {}
+        return self._stretches[bucket, window]
 
     def _made_stretches(self, bucket: int | None, window: int) -> Iterator[Stretch]:
         chain = self.grouping.prompt if bucket else self.grouping.token
@@ -228,10 +227,6 @@ class Estimate:
             self._host_works[stretch, rows, depth] = host_work(moved, self._unpacked([stretch]))
         spent = spend(self._host_works[stretch, rows, depth], self.machine)
         return Moment(HOST_SIDE, "host", ", ".join(placed.part.name for placed in stretch.parts), spent)
-
-    @cached_property
-    def _host_works(self) -> dict[tuple[Stretch, int, int], Work]:
-        return {}
 
 
 def _remaining(host: Moment, running: Iterable[Moment]) -> Moment:
