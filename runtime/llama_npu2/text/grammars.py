@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -19,8 +19,16 @@ from llama_npu2.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+Result = TypeVar("Result")
+
 _KEPT = 64
 """How many compiled grammars are kept."""
+_MOST_NODES = 1 << 15
+"""Most keys of objects and items of lists in a schema, which compiles in seconds."""
+_MOST_KEYS = 1000
+"""Most keys of one object in a schema: properties take time that grows with the square of their number."""
+_STACK = _MOST_NODES << 13
+"""Bytes of stack for compiling a schema: references may lead as deep as it has nodes, and overflow ends the process."""
 _OVERRIDES = {"whitespace_pattern": " ?", "lenient": False}
 """JSON comes in one line: a model may write white space for ever. What of a schema is not understood is refused."""
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -87,26 +95,62 @@ class Grammars:
             return Constraint(matcher.deep_copy(), asked, self._never, self._before, self._beside)
 
     def _matcher(self, schema: str, grammar: str) -> LLMatcher:
-        library = self._library.LLMatcher
         name, text = ("schema", schema) if schema else ("grammar", grammar)
         try:
             if schema:
                 # It takes options for an object alone; a schema that is true or false is one of these.
                 given = json.loads(schema)
+                _check_size(given)
                 schema = json.dumps({} if given is True else {"not": {}} if given is False else given)
-                source = library.grammar_from_json_schema(schema, overrides=_OVERRIDES)
-            else:
-                source = library.grammar_from_lark(grammar)
-            limits = self._library.LLParserLimits(verbose_errors=False)
-            matcher: LLMatcher = library(self._vocabulary, source, log_level=0, limits=limits)
+            matcher, first = _with_stack(lambda: self._compile(schema, grammar))
         except Exception as error:  # of the library, which promises none
             raise OptionError(name, shortened(text), first_line(error)) from None
-        first = matcher.deep_copy()  # what nothing can fulfil shows at the first token
-        if not matcher.is_error():
-            first.compute_bitmask()
         if first.is_error() or first.is_stopped():
             raise OptionError(name, shortened(text), f"it cannot be followed ({_reason(first)})")
         return matcher
+
+    def _compile(self, schema: str, grammar: str) -> tuple[LLMatcher, LLMatcher]:
+        """Return a matcher, and a copy that has made the first mask: what nothing can fulfil shows there."""
+        library = self._library.LLMatcher
+        if schema:
+            source = library.grammar_from_json_schema(schema, overrides=_OVERRIDES)
+        else:
+            source = library.grammar_from_lark(grammar)
+        limits = self._library.LLParserLimits(verbose_errors=False)
+        matcher: LLMatcher = library(self._vocabulary, source, log_level=0, limits=limits)
+        first = matcher.deep_copy()
+        if not matcher.is_error():
+            first.compute_bitmask()
+        return matcher, first
+
+
+def _check_size(schema: Any) -> None:
+    """Raises ValueError for a schema that would take too long to compile."""
+    nodes, left = 0, [schema]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict) and len(node) > _MOST_KEYS:
+            raise ValueError(f"an object in it has {len(node)} keys, at most {_MOST_KEYS} are allowed: simplify it")
+        if isinstance(node, dict | list):
+            nodes += len(node)
+            left += node.values() if isinstance(node, dict) else node
+        if nodes > _MOST_NODES:
+            raise ValueError(f"it has more than {_MOST_NODES} keys and items: simplify it")
+
+
+def _with_stack(function: Callable[[], Result]) -> Result:
+    """Return what a function returns, from a thread with a large stack. It takes memory as far as it is used."""
+    with _starting, ThreadPoolExecutor(1, "llama-npu2 grammar") as threads:
+        before = threading.stack_size(_STACK)
+        try:
+            result = threads.submit(function)
+        finally:
+            threading.stack_size(before)
+        return result.result()
+
+
+_starting = threading.Lock()
+"""Whoever has it may change the stack of threads that start."""
 
 
 def _reason(matcher: LLMatcher) -> str:
