@@ -283,7 +283,7 @@ class Model:
             field: where the request has it.
             **how: `raw` and `template` of it.
         """
-        return await self.tokens_of(lambda: self.llm.encode(prompt, **how), prompt, field, room=1)
+        return await self.tokens_of(lambda: self.llm.encode(prompt, **how), [prompt, *how.values()], field, room=1)
 
     async def tokens_of(self, encode: Callable[[], list[int]], text: Any, field: str, room: int = 0) -> list[int]:
         """Return the tokens of a text. Raises RequestError, which names `field`.

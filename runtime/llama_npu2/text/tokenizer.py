@@ -14,6 +14,9 @@ from llama_npu2.artifact.storage import Storage
 from llama_npu2.errors import REMEDY, UserError, first_line
 from llama_npu2.text import tokenizer_limits as limits
 
+_LONG = 1 << 15
+"""Characters or tokens from which on a text is handed over as a batch: the library then lets other threads run."""
+
 
 class Tokenizer:
     """A checkpoint's `tokenizer.json`."""
@@ -40,7 +43,11 @@ class Tokenizer:
         Raises UserError.
         """
         with _explained("the tokenizer cannot encode this text"):
-            ids: list[int] = self.inner.encode(text, add_special_tokens=special_tokens).ids
+            if len(text) < _LONG:
+                found = self.inner.encode(text, add_special_tokens=special_tokens)
+            else:
+                (found,) = self.inner.encode_batch_fast([text], add_special_tokens=special_tokens)
+            ids: list[int] = found.ids
         return ids
 
     def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
@@ -83,7 +90,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens. Raises UserError."""
         with _explained("the tokenizer cannot decode these tokens"):
-            text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) < _LONG:
+                text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            else:
+                (text,) = self.inner.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
 
 
