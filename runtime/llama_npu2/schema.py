@@ -49,7 +49,17 @@ class Invalid(ValueError):
         return "".join(keys).removeprefix(".")
 
     def __str__(self) -> str:
-        return f"{self.where or 'it'} = {shortened(json.dumps(self.value))} must be {self.wanted}"
+        return f"{self.where or 'it'} = {_shown(self.value)} must be {self.wanted}"
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value's JSON, without making the rest: a value may be large."""
+    text = ""
+    for part in json.JSONEncoder().iterencode(value):
+        text += part
+        if shortened(text) != text:
+            break
+    return shortened(text)
 
 
 def load_json(content: bytes) -> Any:

@@ -388,17 +388,7 @@ REFUSED: list[tuple[str, Any, int, str | None, str]] = [
     (RAW, raw(max_tokens=-1), 400, "max_tokens", "a whole number"),
     (RAW, raw(max_tokens=0), 400, "max_tokens", "only with echo"),
     (RAW, raw(prompt=[5] * 2049, max_tokens=0, echo=True), 400, "prompt", "2049 tokens"),
-    (CHAT, b"", 400, None, "not valid JSON"),
-    (CHAT, b"{", 400, None, "not valid JSON"),
-    (CHAT, b'{"model": "demo", "temperature": NaN}', 400, None, "NaN is no JSON"),
     (CHAT, b'{"model": "demo", "temperature": 1e999}', 400, "temperature", "a number"),
-    (CHAT, b'{"model": "demo", "seed": ' + b"9" * 5000 + b"}", 400, None, "not valid JSON"),
-    (CHAT, b'{"model": "\xff"}', 400, None, "UTF-8"),
-    (CHAT, '{"model": "demo"}'.encode("utf-16"), 400, None, "UTF-8"),
-    (CHAT, b'{"model": "\\ud800"}', 400, None, "surrogate"),
-    (CHAT, b"[" * 100_000, 400, None, "nested"),
-    (CHAT, b"[" * 80 + b"]" * 80, 400, None, "nested more than 64"),
-    (CHAT, b'{"model": "' + b"x" * (4 << 20) + b'"}', 413, None, "more than 4194304 bytes"),
     ("/v1/engines", {}, 404, None, "no such path"),
     ("/v1/chat/completions/", {}, 404, None, "no such path"),
     ("/v1/models", {}, 405, None, "does not take POST"),
@@ -573,41 +563,6 @@ def head(length: int) -> bytes:
     return "\r\n".join(lines).encode()
 
 
-@pytest.mark.parametrize(
-    ("sent", "answer"),
-    [
-        (b"", b""),
-        (b"POST /v1/compl", b""),
-        (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: ", b""),
-        (head(100) + b"{", b"HTTP/1.1 408"),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /h", b"HTTP/1.1 200"),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20_000, b"HTTP/1.1 400"),
-        (b"GET /" + b"x" * 100_000, b"HTTP/1.1 400"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"HTTP/1.1 400"),
-        (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 400"),
-        (b"GET /%00%ff%0d%0a HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 401"),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", b"HTTP/1.1 400"),
-        (
-            b"GET /props HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n",
-            b"HTTP/1.1 401",
-        ),
-        (head(10**15), b"HTTP/1.1 413"),
-        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", b"HTTP/1.1 400"),
-    ],
-)
-def test_who_does_not_speak_http_in_time_loses_the_connection(strict: Server, sent: bytes, answer: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", strict.port), timeout=15) as connection:
-        connection.sendall(sent)
-        found = b""
-        try:
-            while part := connection.recv(1 << 16):
-                found += part
-        except ConnectionResetError:
-            pass
-    assert found.startswith(answer) and (answer or not found)
-    assert strict.ask("/health").status == 200
-
-
 def test_a_stream_says_that_it_is_alive_while_a_prompt_is_processed(strict: Server) -> None:
     sent = json.dumps(raw(prompt=[at % 1999 for at in range(2000)], max_tokens=2, stream=True)).encode()
     with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as connection:
@@ -617,41 +572,6 @@ def test_a_stream_says_that_it_is_alive_while_a_prompt_is_processed(strict: Serv
             found += connection.recv(1 << 16)
     begun, _, rest = found.partition(b": ping\n\n")
     assert rest and b"data:" not in begun
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "string", "pattern": "(((a{1,1000}){1,1000}){1,1000})b"},
-        {"type": "string", "pattern": "^(a|aa|aaa|aaaa)*(b|bb)*[^c]{0,900}c$"},
-        {"properties": {f"p{at}": {"type": "string", "pattern": f"^[a-z]{{{at},999}}x"} for at in range(2000)}},
-        {"anyOf": [{"type": "array", "items": {"enum": [*range(at, 3000)]}} for at in range(40)]},
-        {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
-        {"$ref": "#"},
-        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "minItems": 10**6}, "minItems": 10**6},
-        {"type": "string", "minLength": 10**9},
-        {"type": "object", "required": [f"r{at}" for at in range(3000)]},
-        {"type": "number", "multipleOf": 1e-300},
-        {"type": "integer", "minimum": 10**40, "maximum": 10**41},
-    ],
-    ids=range(12),
-)
-def test_hostile_schemas(server: Server, schema: Any) -> None:
-    started, answers = time.monotonic(), []
-    thread = threading.Thread(
-        target=lambda: answers.append(server.ask(CHAT, formatted(schema, max_tokens=30, temperature=1)))
-    )
-    thread.start()
-    pauses = []
-    while thread.is_alive():
-        asked = time.monotonic()
-        assert server.ask(CHAT, chat(max_tokens=2)).status == 200  # others are answered meanwhile
-        pauses.append(time.monotonic() - asked)
-    print(f"{time.monotonic() - started:.2f} s, others waited {max(pauses, default=0):.2f} s", answers[0].content[:200])
-    assert answers[0].status in (200, 400) and time.monotonic() - started < 20 and max(pauses, default=0) < 5
-    if answers[0].status != 200:
-        assert {"message", "type", "param", "code"} == answers[0].json["error"].keys()
 
 
 def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from llama_npu2.errors import printable
 from llama_npu2.serve import metrics, openapi, page, rerank, tokenize
 from llama_npu2.serve.anthropic import common as anthropic
 from llama_npu2.serve.anthropic import messages
@@ -91,5 +92,6 @@ def refused(path: str, error: RequestError) -> Response:
     """Return the response to a request that is refused, in the form of the path's API."""
     if len(error.message) > _LONGEST_MESSAGE:
         error.message = f"{error.message[:_LONGEST_MESSAGE]}..."
+    error.message, error.field = printable(error.message), error.field and printable(error.field)
     beginning = max((each for each in _ERRORS if path.startswith(each)), key=len, default="/")
     return JSONResponse(_ERRORS[beginning](error), error.status, error.headers)

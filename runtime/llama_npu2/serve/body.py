@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -49,18 +50,29 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. Of a key that comes twice, a proxy may have checked the value that does not count."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {twice} twice")
+    return found
+
+
 async def read_json(request: Request, most: int) -> Any:
     """Return the body's JSON value. Raises RequestError, GoneError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(415, "the body must be JSON: send the header Content-Type: application/json")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise RequestError(415, "the body must not be compressed: send it without Content-Encoding", headers=_CLOSE)
     return parsed(await read(request, most))
 
 
 def parsed(content: bytes) -> Any:
     """Return the JSON value of a body. Raises RequestError."""
     try:
-        value = json.loads(content.decode(), parse_constant=_no_constant)
+        value = json.loads(content.decode(), parse_constant=_no_constant, object_pairs_hook=_with_each_key_once)
         check_json(value)
     except UnicodeDecodeError:
         raise RequestError(400, "the body is not text in UTF-8") from None

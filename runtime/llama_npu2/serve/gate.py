@@ -67,7 +67,11 @@ class Gate:
             _note(scope, status or _CLOSED, time.perf_counter() - started)
 
     def _check(self, headers: Headers) -> None:
-        """Raises RequestError for a request that another site's page sends, or one for another host."""
+        """Raises RequestError for a request of another site's page, to another host, or with two lengths."""
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy that goes by the other length would take the rest of the body for a request (smuggling).
+            message = "the body has two lengths: send either Content-Length or Transfer-Encoding"
+            raise RequestError(400, message, headers={"connection": "close"})
         given = headers.getlist("host")
         host = given[0].lower() if len(given) == 1 else ""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host

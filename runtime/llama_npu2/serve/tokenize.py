@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -40,11 +40,15 @@ async def tokenize(request: Request) -> Response:
     """Answer `POST /tokenize`. Raises RequestError, GoneError."""
     model, asked = await asked_of(request, _to_tokens)
     await ready(request, model)
-    encode = partial(model.llm.tokenizer.encode, asked["content"], asked.get("add_special", False))
-    ids: list[int] = await _in_thread(model, encode, "content")
-    if not asked.get("with_pieces"):
-        return JSONResponse({"tokens": ids})
-    return JSONResponse({"tokens": [{"id": token, "piece": _piece(model, token)} for token in ids]})
+
+    def response() -> Response:
+        ids = model.llm.tokenizer.encode(asked["content"], asked.get("add_special", False))
+        if not asked.get("with_pieces"):
+            return JSONResponse({"tokens": ids})
+        pieces = {token: {"id": token, "piece": _piece(model, token)} for token in {*ids}}
+        return JSONResponse({"tokens": [pieces[token] for token in ids]})
+
+    return await _in_thread(model, response, "content")
 
 
 def _piece(model: Model, token: int) -> str | list[int]:
@@ -61,12 +65,14 @@ async def detokenize(request: Request) -> Response:
     model, asked = await asked_of(request, _to_text)
     await ready(request, model)
     decode = partial(model.llm.tokenizer.decode, asked["tokens"], skip_special_tokens=False)
-    return JSONResponse({"content": await _in_thread(model, decode, "tokens")})
+    return await _in_thread(model, lambda: JSONResponse({"content": decode()}), "tokens")
 
 
-async def _in_thread(model: Model, function: partial[Any], field: str) -> Any:
+async def _in_thread(model: Model, function: Callable[[], Response], field: str) -> Response:
+    """Return the response that a function makes: of a long text, that takes time. Raises RequestError."""
     try:
-        return await model.in_thread(function)
+        made: Response = await model.in_thread(function)
+        return made
     except UserError as error:
         raise RequestError.of(error, field) from None
 

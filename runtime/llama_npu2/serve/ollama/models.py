@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -24,7 +23,8 @@ from llama_npu2.text.chat_template import DEFAULT
 
 _VERSION = "0.12.6"
 """The version of Ollama whose API this is: clients ask for it to know what they may use."""
-_FOR_EVER = timedelta(days=100 * 365)
+_FOR_EVER = 100 * 365 * 86400.0
+"""Seconds until a model expires that stays loaded for ever: clients want a date."""
 _INFO: Mapping[str, str] = {
     "attention.head_count": "heads",
     "attention.head_count_kv": "kv_heads",
@@ -101,8 +101,7 @@ async def ps(request: Request) -> Response:
 
 
 def _running(models: Models, model: Model) -> dict[str, Any]:
-    left = models.expires_in(model)
-    until = datetime.now(UTC) + (_FOR_EVER if math.isinf(left) else min(timedelta(seconds=left), _FOR_EVER))
+    until = datetime.now(UTC) + timedelta(seconds=min(models.expires_in(model), _FOR_EVER))
     more = {"expires_at": until.isoformat(), "size_vram": 0, "context_length": model.context_length}
     return {**_listed(model), "size": model.memory, **more}
 
