@@ -16,6 +16,7 @@ from llama_npu2.__main__ import main
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.engine.batch import drafts as drafting
 from llama_npu2.engine.batch.gain import Gain
+from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.completion import Completion
 from llama_npu2.engine.drafting import check_drafts
 from llama_npu2.engine.memory import memory_of_blocks
@@ -54,7 +55,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are made whether or not they pay, which depends on the machine's load."""
-    monkeypatch.setattr(Gain, "allows", lambda self, *about: True)
+    monkeypatch.setattr(Pace, "hoped", lambda self, rows: 1e-9)
+    monkeypatch.setattr(Gain, "allowed", lambda self, made: float("inf"))
     monkeypatch.setattr(drafting.Drafts, "_begins", lambda self, *about: True)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import BLOCK_POSITIONS
 from llama_npu2.engine import retrieval
+from llama_npu2.engine.batch.chances import Chances
 from llama_npu2.engine.batch.drafts import Drafts, Wanted
 from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.completion import Completion, Logprob, Reply, Stats
@@ -88,7 +89,7 @@ class Llama(Engine):
         self.stats = Stats()
         self._serving: Serving | None = None
         self._drafting = Drafting(small, self) if small else None
-        self.speculate, self._pace = self.holds_many, Pace()
+        self.speculate, self._pace, self._chances = self.holds_many, Pace(), Chances()
 
     @property
     def description(self) -> str:
@@ -335,7 +336,8 @@ class Llama(Engine):
         self.stats = stats = completion.stats
         stats.prompt_tokens, stats.reused_tokens = len(prompt.ids) - prompt.reused, prompt.reused
         yield from generation.take(prompt.logits)
-        drafts = Drafts(self._pace, self._drafting.model if self._drafting else None) if self.speculate else None
+        model = self._drafting.model if self._drafting else None
+        drafts = Drafts(self._pace, model, self._chances) if self.speculate else None
         try:
             while not generation.finished:
                 yield from self._go_on(generation, drafts)

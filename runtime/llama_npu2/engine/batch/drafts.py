@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate, islice, repeat
+from operator import mul
 from typing import NamedTuple
 
-from llama_npu2.engine.batch.gain import LONGEST, Gain
+from llama_npu2.engine.batch.chances import Chances
+from llama_npu2.engine.batch.gain import LONGEST, Gain, Step
 from llama_npu2.engine.batch.lookup import Lookup
 from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.batch.small_model import Asked, SmallModel
+
+_LEAST_CHANCE = 0.1
+"""How likely a draft must be to come true as a whole."""
+_HOPED = 0.7
+"""How likely a small model's token is thought to come true before any was checked."""
+_WEIGHT = 0.15
+"""Weight of the last token in the average of what comes true."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
+"""For how many tokens the small model does not draft after it did not pay, twice as many each time."""
 
 
 class Wanted(NamedTuple):
@@ -26,27 +38,60 @@ class Wanted(NamedTuple):
 
 
 @dataclass
+class _Modelled:
+    """How far a small model agrees with the tokens of a text."""
+
+    chance: float = _HOPED
+    """How likely its next token comes true."""
+    until: int = 0
+    """At how many tokens it drafts again."""
+    pause: int = _FIRST_PAUSE
+
+    def note(self, drafted: int, accepted: int) -> None:
+        for came in [True] * accepted + [False] * (accepted < drafted):
+            self.chance += _WEIGHT * (came - self.chance)
+        if accepted == drafted:
+            self.pause = _FIRST_PAUSE
+
+    def rest(self, tokens: int) -> None:
+        """Pause; then hope again, because texts and machines change."""
+        self.until, self.pause, self.chance = tokens + self.pause, min(2 * self.pause, _LONGEST_PAUSE), _HOPED
+
+
+@dataclass
+class _Drafted:
+    """The last draft for a text."""
+
+    rows: int
+    """Rows of the step without it."""
+    seconds: float = 0.0
+    """How long it took to make it."""
+    by_model: bool = False
+
+
 class _Text:
-    begun: int
-    """Tokens that it had at first."""
-    looked_up: Gain
-    modelled: Gain
-    lookup: Lookup = field(default_factory=Lookup)
-    last: Gain | None = None
-    """The gain of the drafter that made the last draft."""
+    def __init__(self, begun: int, chances: Chances) -> None:
+        self.begun = begun
+        """Tokens that it had at first."""
+        self.lookup, self.modelled, self.gain = Lookup(Chances(chances)), _Modelled(), Gain()
+        self.last = _Drafted(1)
+
+    def allowed(self, tokens: int) -> float:
+        return self.gain.allowed(tokens - self.begun)
 
 
 class Drafts:
     """Drafts for texts. They never change which tokens are chosen, only how many rows a step has."""
 
-    def __init__(self, pace: Pace, model: SmallModel | None = None) -> None:
+    def __init__(self, pace: Pace, model: SmallModel | None = None, chances: Chances | None = None) -> None:
         """Initialise drafts of no text.
 
         Args:
             pace: knows how long the steps take that check drafts.
-            model: drafts where nothing is found; None for none.
+            model: drafts where looking up promises nothing; None for none.
+            chances: what is known of other texts; by default nothing.
         """
-        self._pace, self._model = pace, model
+        self._pace, self._model, self._chances = pace, model, chances or Chances()
         self._texts: dict[Hashable, _Text] = {}
 
     def draft(self, wanted: Sequence[Wanted], room: int) -> list[list[int]]:
@@ -56,26 +101,18 @@ class Drafts:
             wanted: the texts of a step, a row each.
             room: rows that the step may have besides.
         """
-        rows, end = len(wanted), len(wanted) + room
-        drafts: list[list[int]] = []
-        for each in wanted:
-            text = self._text(each)
-            found = [] if text.looked_up.rests(len(each.ids)) else text.lookup.find(each.ids)
-            found = found[: min(text.looked_up.length, each.most, end - rows)]
-            if found and not text.looked_up.allows(len(each.ids), rows, len(found)):
-                found = []
-            if found:
-                text.last = text.looked_up
-            drafts.append(found)
-            rows += len(found)
+        step, end = Step(self._pace, len(wanted), len(wanted)), len(wanted) + room
+        drafts = [self._looked_up(each, step, end) for each in wanted]
         if self._model:
-            self._ask(self._model, wanted, drafts, end - rows)
+            self._ask(self._model, wanted, drafts, step, end)
         return drafts
 
     def note(self, key: Hashable, drafted: int, accepted: int) -> None:
         """Note how many tokens of the last draft for a text were chosen."""
-        if (text := self._texts.get(key)) and text.last:
-            text.last.note(drafted, accepted)
+        if text := self._texts.get(key):
+            text.gain.note(Step(self._pace, text.last.rows, text.last.rows).cost(drafted, text.last.seconds), accepted)
+            if text.last.by_model:
+                text.modelled.note(drafted, accepted)
 
     def release(self, key: Hashable) -> None:
         """Give up what the small model keeps of a text that takes a pause."""
@@ -89,26 +126,43 @@ class Drafts:
 
     def _text(self, wanted: Wanted) -> _Text:
         if wanted.key not in self._texts:
-            self._texts[wanted.key] = _Text(len(wanted.ids), Gain(self._pace), Gain(self._pace))
+            self._texts[wanted.key] = _Text(len(wanted.ids), self._chances)
         return self._texts[wanted.key]
 
-    def _ask(self, model: SmallModel, wanted: Sequence[Wanted], drafts: list[list[int]], room: int) -> None:
+    def _looked_up(self, wanted: Wanted, step: Step, end: int) -> list[int]:
+        """Add a draft to a step of `end` rows at most; return its tokens."""
+        text = self._text(wanted)
+        text.lookup.read(wanted.ids)
+        found, expected, chance, rows = list[int](), [0.0], 1.0, step.rows
+        for token, each in islice(text.lookup.find(wanted.ids), min(LONGEST, wanted.most, end - step.rows)):
+            chance *= each
+            if chance < _LEAST_CHANCE:
+                break
+            found.append(token)
+            expected.append(expected[-1] + chance)
+        length = step.add(expected[1:], text.allowed(len(wanted.ids)))
+        text.last = _Drafted(rows)
+        return found[:length]
+
+    def _ask(self, model: SmallModel, wanted: Sequence[Wanted], drafts: list[list[int]], step: Step, end: int) -> None:
         """Fill in drafts of the small model, which makes those of all texts together."""
         left = [
             number
             for number, each in enumerate(wanted)
-            if not drafts[number] and not self._text(each).modelled.rests(len(each.ids)) and self._begins(model, each)
+            if not drafts[number] and self._text(each).modelled.until <= len(each.ids) and self._begins(model, each)
         ]
-        rows = len(wanted) + sum(map(len, drafts))
         asked: dict[int, Asked] = {}
         for number in left:
             each, text = wanted[number], self._text(wanted[number])
-            length = min(text.modelled.length, each.most, room, LONGEST)
-            seconds = length * model.seconds(len(left)) / len(left)
-            if length > 0 and text.modelled.allows(len(each.ids), rows, length, seconds):
+            if (most := min(LONGEST, each.most, end - step.rows)) < 1:
+                continue
+            rows, seconds = step.rows, model.seconds(len(left)) / len(left)
+            expected = accumulate(accumulate(repeat(text.modelled.chance, most), mul))
+            if length := step.add(expected, text.allowed(len(each.ids)), seconds):
                 asked[number] = Asked(each.key, each.ids, length, each.namespace)
-                text.last = text.modelled
-                rows, room = rows + length, room - length
+                text.last = _Drafted(rows, length * seconds, by_model=True)
+            else:
+                text.modelled.rest(len(each.ids))
         for number, made in zip(asked, model.draft([*asked.values()]) if asked else (), strict=True):
             drafts[number] = made
 

@@ -1,65 +1,77 @@
-"""Decides how long a text's drafts are, and stops them where they cost more than what comes true of them."""
+"""Decides how long drafts are, so that they save time, and bounds what they may lose."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from llama_npu2.engine.batch.pace import Pace
 
 LONGEST = 15
 """Most tokens of a draft: with the token before them, as many rows as products take in one pass over the weights."""
-_FIRST, _LEAST = 4, 2
-"""Tokens of the first draft, and of one after drafts that did not come true."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
-"""For how many tokens nothing is drafted after drafts did not pay, twice as many each time."""
-_WEIGHT = 0.3
-"""Weight of the last draft in the average of what comes true."""
-_HOPED = 0.5
-"""Share of a draft that is thought to come true before any was tried."""
-_LEAST_GAIN = 0.1
-"""Tokens that a draft must bring more than it costs."""
+_AT_FIRST, _FOR_A_TOKEN, _TRIAL = 0.7, 0.015, 1.0
+"""How many tokens' time the drafts of a text may lose: at first, more for each token of the reply, and besides where a
+number of rows was never measured."""
+_MARGIN = 1.02
+"""How many times as many tokens a second a step with a draft must promise as one without it."""
+
+
+@dataclass
+class Step:
+    """A step that is planned, to which drafts are added."""
+
+    pace: Pace
+    """Knows how long steps take."""
+    rows: int
+    """Its rows so far."""
+    tokens: float
+    """How many tokens it makes on average."""
+    seconds: float = 0.0
+    """How long it takes to make its drafts."""
+
+    def cost(self, length: int, seconds: float = 0.0) -> float:
+        """Return how many tokens the sequences of the step could have made in the time that a draft takes.
+
+        Args:
+            length: of the draft.
+            seconds: that making it takes.
+        """
+        alone, longer = self.pace.seconds(self.rows), self.pace.seconds(self.rows + length)
+        return self.rows * ((longer + seconds) / alone - 1) if alone and longer else float(self.rows * length)
+
+    def add(self, expected: Iterable[float], allowed: float, seconds: float = 0.0) -> int:
+        """Add the draft that makes most tokens a second; return its length, which is 0 if none makes more.
+
+        Args:
+            expected: how many tokens come true on average of drafts of 1, 2 and more.
+            allowed: how many tokens may be lost if none does.
+            seconds: that making each token of the draft takes.
+        """
+        time = self.pace.seconds(self.rows)
+        if not time:
+            return 0
+        best, chosen, gained = _MARGIN * self.tokens / (time + self.seconds), 0, 0.0
+        for length, tokens in enumerate(expected, 1):
+            longer = (self.pace.hoped(self.rows + length) or 0.0) + self.seconds + seconds * length
+            trial = 0.0 if self.pace.measured(self.rows + length) else _TRIAL
+            if (rate := (self.tokens + tokens) / longer) <= best:
+                continue
+            if self.cost(length, seconds * length) <= allowed + trial:
+                best, chosen, gained = rate, length, tokens
+        self.rows, self.tokens, self.seconds = self.rows + chosen, self.tokens + gained, self.seconds + seconds * chosen
+        return chosen
 
 
 class Gain:
-    """What the drafts of one text by one drafter bring."""
+    """What the drafts of one text have brought, in tokens that could have been made in the same time."""
 
-    def __init__(self, pace: Pace) -> None:
-        """Args: `pace` knows how long the steps take that check drafts."""
-        self._pace = pace
-        self.length = _FIRST
-        """How long the next draft should be: longer after those that came true as a whole."""
-        self._share = _HOPED
-        """Average of the share of drafts that comes true."""
-        self._until, self._pause = 0, _FIRST_PAUSE
-        self._tries = True
-        """Whether the next draft is made whatever it costs: texts and machines change."""
+    def __init__(self) -> None:
+        self._balance = _AT_FIRST
 
-    def rests(self, tokens: int) -> bool:
-        """Return whether nothing is drafted for a text of so many tokens, as drafts did not pay shortly before."""
-        return tokens < self._until
+    def allowed(self, made: int) -> float:
+        """Return how much a draft may lose once the reply has so many tokens: what drafts have won, too."""
+        return self._balance + _FOR_A_TOKEN * made
 
-    def allows(self, tokens: int, rows: int, drafted: int, seconds: float = 0.0) -> bool:
-        """Return whether to make a draft; if not, drafts pause.
-
-        Args:
-            tokens: of the text so far.
-            rows: that the step has without the draft.
-            drafted: tokens of the draft.
-            seconds: that making it takes.
-        """
-        pays = self._pays(rows, drafted, seconds)
-        if not pays and not self._tries:
-            self._until, self._pause = tokens + self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-            self._tries, self.length = True, _FIRST
-            return False
-        self._pause, self._tries = _FIRST_PAUSE if pays else self._pause, False
-        return True
-
-    def note(self, drafted: int, accepted: int) -> None:
-        """Note how many tokens of a draft were chosen."""
-        self._share += _WEIGHT * (accepted / drafted - self._share)
-        self.length = min(self.length * 2, LONGEST) if accepted == drafted else max(accepted, _LEAST)
-
-    def _pays(self, rows: int, drafted: int, seconds: float) -> bool:
-        """Return whether a draft brings more tokens than all sequences of a step lose by its longer time."""
-        alone, longer = self._pace.seconds(rows), self._pace.seconds(rows + drafted)
-        lost = rows * ((longer + seconds) / alone - 1) if alone and longer else 0.0
-        return self._share * drafted >= lost + _LEAST_GAIN
+    def note(self, cost: float, accepted: int) -> None:
+        """Note what a draft cost, and how many tokens of it were chosen."""
+        self._balance += accepted - cost

@@ -2,56 +2,151 @@
 
 from __future__ import annotations
 
-from llama_npu2.engine.batch.gain import LONGEST
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
-_SIZES = (3, 2)
+from llama_npu2.engine.batch.chances import Agreement, Chances, Evidence
+
+_SIZES = (4, 2, 1)
 """Numbers of tokens that are looked up, the surest first."""
-
-
+_PLACES = 8
+"""How many places where they stand are compared, the latest ones."""
+_LONGEST_MATCH = 32
+"""How many tokens before a place are compared."""
+_PART = 3
+"""How many tokens must agree for a text to repeat a part of it."""
+_NEAR = 8
+"""How far from where a part should go on it is looked for: words may be left out or put in."""
 _ASTRAY = 6
-"""For how many tokens that are not found a text is thought to go on where it was found last, with other words."""
+"""For how many tokens that differ a text is thought to go on with the part that it repeated, with other words."""
+
+
+class Place(NamedTuple):
+    """Where a text may have been as it is now."""
+
+    next: int
+    """Which of its tokens followed there."""
+    match: int
+    """How many tokens before that one are the last ones of the text, too."""
 
 
 class Lookup:
-    """What followed which tokens in one text."""
+    """What followed which tokens in one text.
 
-    def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}
-        self._known = 0
-        self._source: int | None = None
-        """Where in the text the last call found what might follow."""
+    A text goes on as it did where most of its last tokens stood before, or with the part of it that it repeats with
+    other words. Each token that comes says which of them was right, so what drafts would bring is known before one is
+    made.
+    """
+
+    def __init__(self, chances: Chances) -> None:
+        """Args: `chances` is told of tokens whether they came as they were found."""
+        self._chances = chances
+        self._latest: dict[tuple[int, ...], int] = {}
+        """Where tokens end last."""
+        self._earlier: list[list[int]] = [[] for _ in _SIZES]
+        """Where the tokens that end with each one end before it, by their number; 0 if nowhere."""
+        self._places: list[Place] = []
+        """Those with the longest match, the latest first."""
+        self._part: Place | None = None
+        """Where the part that the text repeats should go on."""
         self._astray = 0
-        """Tokens since the last ones that were found."""
+        """How many tokens differed from it since the last one that did not."""
 
-    def find(self, ids: list[int]) -> list[int]:
-        """Return what followed the last tokens when they stood in the text before.
+    def read(self, ids: list[int]) -> None:
+        """Note how a text has grown; it only grows."""
+        known = len(self._earlier[0])
+        for at in range(known, len(ids)):
+            found = self._index(ids, at)
+            if known or at == len(ids) - 1:  # what a prompt repeats in itself says little of the reply
+                self._follow(ids, at, found)
 
-        A text that repeats an earlier part may replace tokens in it. So where the last tokens did not stand before, and
-        those shortly before them did, this is what follows the same number of tokens later there.
+    def find(self, ids: list[int]) -> Iterator[tuple[int, float]]:
+        """Yield tokens that may follow the text that was read, each with the chance that it does if those before it do.
 
-        Args:
-            ids: the text so far, which grows from call to call.
+        A part that reaches up to the end of the text is repeated on and on.
         """
-        grown = len(ids) - self._known
-        for end in range(max(self._known, 1), len(ids)):
-            for size in _SIZES:
-                if end >= size:
-                    self._after[tuple(ids[end - size : end])] = end
-        self._known = len(ids)
-        there = None if self._source is None else self._source + grown
-        self._source, self._astray = self._at(ids, there), self._astray + grown
-        if self._source is not None:
-            self._astray = 0
-        elif self._astray <= _ASTRAY:
-            self._source = there
-        return [] if self._source is None else ids[self._source : self._source + LONGEST]
+        text, places, part = _Extended(ids), self._places, self._part
+        while places or part:
+            choices = self._choices(text, places, part)
+            token, chance = max(((token, self._chances.of(why)) for token, why in choices), key=lambda each: each[1])
+            yield token, chance
+            text.drafted.append(token)
+            places = [Place(next + 1, match + 1) for next, match in places if text[next] == token]
+            part = Place(part.next + 1, part.match + 1) if part and text[part.next] == token else None
 
-    def _at(self, ids: list[int], there: int | None) -> int | None:
-        """Return what follows the last tokens where they stood before: in the part that is repeated, or latest."""
-        for size in _SIZES:
-            last = ids[-size:]
-            if there is not None and ids[max(there - size, 0) : there] == last and there < len(ids):
-                return there
-            if (found := self._after.get(tuple(last))) is not None:
-                return found
-        return None
+    @staticmethod
+    def _choices(text: _Extended, places: list[Place], part: Place | None) -> Iterator[tuple[int, Evidence]]:
+        """Yield which tokens may come next, and what speaks for them."""
+        if places:
+            votes = Counter(text[place.next] for place in places)
+            agreement = Agreement.SOME if len(votes) > 1 else Agreement.ALL if len(places) > 1 else Agreement.ALONE
+            yield votes.most_common(1)[0][0], Evidence(places[0].match, agreement)
+        if part and (len(places) != 1 or part.next != places[0].next):
+            yield text[part.next], Evidence(part.match, Agreement.PART)
+
+    def _index(self, ids: list[int], at: int) -> list[int]:
+        """Note where tokens end; return where those of each size end before, 0 for nowhere."""
+        found = []
+        for size, earlier in zip(_SIZES, self._earlier, strict=True):
+            last = tuple(ids[max(at + 1 - size, 0) : at + 1])
+            earlier.append(self._latest.get(last, 0) if len(last) == size else 0)
+            self._latest[last] = at + 1
+            found.append(earlier[-1])
+        return found
+
+    def _follow(self, ids: list[int], at: int, found: list[int]) -> None:
+        """Note a token that has come; decide what may follow it."""
+        for token, evidence in self._choices(_Extended(ids), self._places, self._part):
+            self._chances.note(evidence, token == ids[at])
+        self._places = [Place(next + 1, match + 1) for next, match in self._places if ids[next] == ids[at]]
+        if not self._places:
+            self._search(ids, at, found)
+        if self._part:
+            self._go_on(ids, at, self._part)
+        best = self._places[0] if self._places else None
+        if best and best.match >= _PART and best.match > (self._part.match if self._part else 0):
+            self._part, self._astray = best, 0
+
+    def _search(self, ids: list[int], at: int, found: list[int]) -> None:
+        """Find the places where most of the last tokens stood before."""
+        places = []
+        for size, earlier, end in zip(_SIZES, self._earlier, found, strict=True):
+            for _ in range(_PLACES):
+                if not end:
+                    break
+                match = size
+                while match < min(_LONGEST_MATCH, end) and ids[end - 1 - match] == ids[at - match]:
+                    match += 1
+                places.append(Place(end, match))
+                end = earlier[end - 1]
+            if places:
+                break
+        longest = max((place.match for place in places), default=0)
+        self._places = [place for place in places if place.match == longest]
+
+    def _go_on(self, ids: list[int], at: int, part: Place) -> None:
+        """Note a token of a text that repeats a part: the next one of it, another one near it, or one in its place."""
+        if ids[part.next] == ids[at]:
+            self._part, self._astray = Place(part.next + 1, part.match + 1), 0
+            return
+        self._astray += 1
+        near = range(max(part.next + 1 - _NEAR, 1), min(part.next + 1 + _NEAR, at) + 1)
+        ends = [end for end in near if ids[end - 1] == ids[at]]
+        if self._astray > _ASTRAY:
+            self._part = None
+        elif ends:
+            self._part = Place(min(ends, key=lambda end: abs(end - part.next - 1)), 1)
+        else:
+            self._part = Place(part.next + 1, 0)
+
+
+class _Extended:
+    """A text, and what is drafted behind it."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+        self.drafted: list[int] = []
+
+    def __getitem__(self, at: int) -> int:
+        return self._ids[at] if at < len(self._ids) else self.drafted[at - len(self._ids)]

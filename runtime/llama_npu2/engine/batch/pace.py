@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
+from dataclasses import dataclass
 
 _WEIGHT = 0.2
 """Weight of the last step in an average."""
-_SPEED_WEIGHT, _LEAST_WEIGHT = 0.3, 0.1
+_SPEED_WEIGHT, _LEAST_WEIGHT = 0.1, 0.03
 """Weights of the last step in what is known of the machine's speed, and the least of it in that of a number of rows."""
+_LARGEST = 2.0
+"""How many times as long as expected a step counts as at most: something else may have had the CPUs."""
 _FEW = 16
 """Up to so many rows, a step takes its time for reading weights, whatever their number."""
+_MORE_ROWS = 0.5
+"""What rows beyond those that were measured are thought to add, as a share of what the measured ones take each."""
+_DOUBT, _DOUBTED_AFTER = 0.1, 1000
+"""What share of a number of rows' time may be an error after one step of it; and after how many other steps its own
+ones count for half as many."""
+
+
+@dataclass
+class _Measured:
+    ratio: float
+    steps: float
+    """How many steps the ratio was averaged over, less the longer ago they are."""
+    last: int
+    """The number of the last one among all steps."""
 
 
 class Pace:
@@ -20,25 +37,67 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._ratios: dict[int, float] = {}
-        self._noted: Counter[int] = Counter()
+        self._measured: dict[int, _Measured] = {}
         self._speed = self._row = 0.0
+        self._steps = 0
+        self._known: list[tuple[int, float]] = []
+        """Rows and ratios in order, none of which is larger than one of more rows."""
 
     def note(self, rows: int, wanted: int, seconds: float) -> None:
         """Note how long a step of so many rows took, `wanted` of them with logits."""
         if rows == wanted:
-            self._speed = self._speed or seconds
-            ratio = self._ratios.setdefault(rows, seconds / self._speed)
-            self._noted[rows] += 1
-            error = seconds / (self._speed * ratio)
-            self._ratios[rows] *= error ** max(1 / self._noted[rows], _LEAST_WEIGHT)
-            self._speed *= error**_SPEED_WEIGHT
+            self._note(rows, seconds)
         if rows > _FEW:
             self._row += (seconds / rows - self._row) * (_WEIGHT if self._row else 1)
 
+    def _note(self, rows: int, seconds: float) -> None:
+        self._speed = self._speed or seconds
+        self._steps += 1
+        measured = self._measured.get(rows)
+        if measured is None:
+            expected = self.seconds(rows) or seconds
+            measured = self._measured[rows] = _Measured(expected / self._speed, 1.0, self._steps)
+        error = min(max(seconds / (self._speed * measured.ratio), 1 / _LARGEST), _LARGEST)
+        measured.steps, measured.last = self._certain(measured) + 1, self._steps
+        measured.ratio *= error ** max(1 / measured.steps, _LEAST_WEIGHT)
+        self._speed *= error**_SPEED_WEIGHT
+        self._known = []
+
+    def _certain(self, measured: _Measured) -> float:
+        return measured.steps * 0.5 ** ((self._steps - measured.last) / _DOUBTED_AFTER)
+
+    def measured(self, rows: int) -> bool:
+        """Return whether there was a step of so many rows."""
+        return rows in self._measured
+
     def seconds(self, rows: int) -> float | None:
-        """Return how long a step of `rows` rows takes, all with logits; None if there was none yet."""
-        return self._speed * self._ratios[rows] if rows in self._ratios else None
+        """Return how long a step of `rows` rows takes, all with logits; None if there was none of any number yet."""
+        if not self._measured:
+            return None
+        known = self._ordered()
+        at = bisect_left(known, (rows, 0.0))
+        if at < len(known) and known[at][0] == rows:
+            return self._speed * known[at][1]
+        if 0 < at < len(known):
+            (fewer, less), (more, greater) = known[at - 1], known[at]
+            return self._speed * (less + (greater - less) * (rows - fewer) / (more - fewer))
+        measured, ratio = known[-1] if at else known[0]
+        return self._speed * ratio * (1 + _MORE_ROWS * (rows / measured - 1))
+
+    def hoped(self, rows: int) -> float | None:
+        """Return how little time such a step may take, so that numbers of rows are tried that are not well known."""
+        seconds, measured = self.seconds(rows), self._measured.get(rows)
+        steps = max(self._certain(measured), 1.0) if measured else 1.0
+        return seconds and seconds * (1 - _DOUBT / steps**0.5)
+
+    def _ordered(self) -> list[tuple[int, float]]:
+        if not self._known:
+            least = float("inf")
+            for rows in sorted(self._measured, reverse=True):
+                least = min(least, self._measured[rows].ratio)
+                self._known.append((rows, least))
+            self._known.reverse()
+        return self._known
 
     def seconds_of(self, rows: int) -> float:
         """Return about how long so many rows of a prompt take; 0 if that is not known yet."""
