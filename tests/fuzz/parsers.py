@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama_npu2.errors import UserError
 from llama_npu2.trust import envelopes
@@ -30,8 +30,9 @@ CORPUS = Path(__file__).with_name("corpus")
 ARTIFACTS = "LLAMA_NPU2_FUZZED"
 """Environment variable: artifact directories of target cpu, with colons between, whose manifests are damaged."""
 
-Run = Callable[[str, bytes], object]
-"""What is done with an input: the name of the seed that it comes from, and its content."""
+Run = Callable[[str, bytes], Any]
+"""What is done with an input: the name of the seed that it comes from, and its content. Returns the numbers of what its
+parser counts, if it counts something."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Parser:
     opened: Callable[[Path], AbstractContextManager[Run]]
     seeds: Callable[[], Mapping[str, bytes]]
     damage: Callable[[Random, bytes, Sequence[bytes]], bytes]
+    counted: tuple[str, ...] = ()
+    """What an input says the numbers of, in order."""
 
     def case(self, seed: int, number: int) -> tuple[str, bytes]:
         """The input of a number: first come the seeds as they are."""
@@ -185,10 +188,14 @@ def _schedules(scratch: Path) -> Iterator[Run]:
 
     with _guarded_models() as opened:
 
-        def run(name: str, content: bytes) -> None:
-            schedule(opened(name, len(content) % 4 > 0), int(content), longest=300)
+        def run(name: str, content: bytes) -> list[int]:
+            counts = schedule(opened(name, len(content) % 4 > 0), int(content), longest=300)
+            return [getattr(counts, what) for what in _OF_SCHEDULES]
 
         yield run
+
+
+_OF_SCHEDULES = ("steps", "swaps", "shared", "copies", "evicted", "drafted", "rejected")
 
 
 def _context_key() -> dict[str, str]:
@@ -727,5 +734,6 @@ PARSERS = {
         _schedules,
         lambda: dict.fromkeys(manifests(), b"0"),
         lambda rng, content, others: str(rng.randrange(10**6)).encode(),
+        _OF_SCHEDULES,
     ),
 }

@@ -40,6 +40,8 @@ class Result:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     findings: dict[int, str] = field(default_factory=dict)
+    counted: Counter[str] = field(default_factory=Counter)
+    """Sums of what the inputs counted."""
 
     @property
     def count(self) -> int:
@@ -52,17 +54,18 @@ def fuzz(
     """Run the inputs of a parser from number `first` on, in one child process after another. `seconds`: of CPU.
     `tell`: gets each finding at once."""
     result, before = Result(), _seconds(resource.RUSAGE_CHILDREN)
-    shared: Any = RawArray("q", 3)
-    """Of the child: the input it runs; how many ran, how many were refused."""
+    shared: Any = RawArray("q", 3 + len(parser.counted))
+    """Of the child: the input it runs; how many ran, how many were refused; and sums of what they counted."""
     number, end = first, first + count
     while number < end and (left := seconds + before - _seconds(resource.RUSAGE_CHILDREN)) > 0:
-        shared[:] = [number, 0, 0]
+        shared[:] = [number, 0, 0, *(0 for _ in parser.counted)]
         with tempfile.TemporaryDirectory() as scratch:
             if why := in_child(partial(_run, parser, seed, number, end, left, shared, Path(scratch))):
                 result.findings[shared[0]] = why
                 tell(shared[0], why)
         number = shared[0] + 1
         result.outcomes += Counter(ran=shared[1], refused=shared[2], found=bool(why))
+        result.counted += Counter(dict(zip(parser.counted, shared[3:], strict=True)))
     return result
 
 
@@ -103,18 +106,20 @@ def _run(parser: Parser, seed: int, first: int, end: int, seconds: float, shared
             if _seconds(resource.RUSAGE_SELF) > seconds:
                 break
             _limit_time()
-            shared[1 if _outcome(run, *parser.case(seed, shared[0])) else 2] += 1
+            ran, returned = _outcome(run, *parser.case(seed, shared[0]))
+            shared[1 if ran else 2] += 1
+            for at, count in enumerate(returned if ran and parser.counted else (), 3):
+                shared[at] += count
 
 
-def _outcome(run: Run, name: str, content: bytes) -> bool:
-    """Whether it ran; else it was refused in one line."""
+def _outcome(run: Run, name: str, content: bytes) -> tuple[bool, Any]:
+    """Whether it ran, and what it returned; else it was refused in one line."""
     try:
-        run(name, content)
+        return True, run(name, content)
     except UserError as error:
         if not str(error).isprintable() or len(str(error)) > 2000:
             raise
-        return False
-    return True
+        return False, None
 
 
 def _limit_time() -> None:
@@ -139,12 +144,15 @@ def main(arguments: list[str]) -> int:
     values |= {name: int(value) for name, _, value in (text.partition("=") for text in given.settings)}
     chosen = (values[name] for name in ("seed", "first", "count", "seconds"))
     try:
-        PARSERS[given.parser].seeds()
+        parser = PARSERS[given.parser]
+        parser.seeds()
     except UserError as error:
         options.exit(2, f"{error}\n")
     again = f"{given.parser} seed={values['seed']} count=1 first="
-    result = fuzz(PARSERS[given.parser], *chosen, lambda number, why: print(f"{again}{number}\n{why}", flush=True))
+    result = fuzz(parser, *chosen, lambda number, why: print(f"{again}{number}\n{why}", flush=True))
     told = ", ".join(f"{count} {what}" for what, count in sorted(result.outcomes.items()))
+    if parser.counted:
+        told += "; " + ", ".join(f"{result.counted[what]} {what}" for what in parser.counted)
     cpu = _seconds(resource.RUSAGE_CHILDREN)
     print(f"{given.parser}: {result.count} inputs in {cpu:.0f} s of CPU: {told or 'none'}")
     return bool(result.findings)
