@@ -36,6 +36,8 @@ _BEFORE = {
 """How often a token comes as it was found if none, one, two of the tokens before it agree, and so on: about what it was
 in replies of SmolLM2-135M-Instruct to requests of all kinds."""
 _LONGEST = len(_BEFORE[Agreement.ALONE]) - 1
+_BEFORE_BY_KIND = [chance for agreement in Agreement for chance in _BEFORE[agreement]]
+_KINDS = len(_BEFORE_BY_KIND)
 _WEIGHT_BEFORE = 20.0
 """How many tokens these count for."""
 _WEIGHT_OF_OTHERS = 4.0
@@ -50,29 +52,29 @@ class Chances:
     def __init__(self, others: Chances | None = None) -> None:
         """Args: `others` knows texts before this one, and is told of this one, too."""
         self._others = others
-        self._seen: dict[Evidence, tuple[float, float]] = {}
-        """How many tokens came, and how many there were."""
+        self._came, self._counts = [0.0] * _KINDS, [0.0] * _KINDS
 
     def note(self, evidence: Evidence, came: bool) -> None:
         """Note whether a token came as it was found."""
-        kind = _kind(evidence)
-        true, count = self._seen.get(kind, (0.0, 0.0))
-        kept = _KEPT if self._others else _KEPT_OF_OTHERS
-        self._seen[kind] = true * kept + came, count * kept + 1
+        kind, kept = _kind(evidence), _KEPT if self._others else _KEPT_OF_OTHERS
+        self._came[kind] = self._came[kind] * kept + came
+        self._counts[kind] = self._counts[kind] * kept + 1
         if self._others:
             self._others.note(evidence, came)
 
     def of(self, evidence: Evidence) -> float:
         """Return the chance that a token comes as it was found."""
-        kind = _kind(evidence)
-        true, count = self._seen.get(kind, (0.0, 0.0))
+        return self._of(_kind(evidence))
+
+    def _of(self, kind: int) -> float:
         if self._others:
-            weight, before = _WEIGHT_OF_OTHERS, self._others.of(evidence)
+            weight, before = _WEIGHT_OF_OTHERS, self._others._of(kind)
         else:
-            weight, before = _WEIGHT_BEFORE, _BEFORE[kind.agreement][kind.match]
-        return (true + weight * before) / (count + weight)
+            weight, before = _WEIGHT_BEFORE, _BEFORE_BY_KIND[kind]
+        return (self._came[kind] + weight * before) / (self._counts[kind] + weight)
 
 
-def _kind(evidence: Evidence) -> Evidence:
-    """Return what is the same for the chance of a token: longer matches than the table has say no more."""
-    return evidence if evidence.match <= _LONGEST else Evidence(_LONGEST, evidence.agreement)
+def _kind(evidence: Evidence) -> int:
+    """Return the number of a kind of evidence. Longer matches than the table has say no more than its longest."""
+    match, agreement = evidence
+    return agreement * (_LONGEST + 1) + (match if match < _LONGEST else _LONGEST)

@@ -14,7 +14,7 @@ from llama_npu2.engine.batch.lookup import Lookup
 from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.batch.small_model import Asked, SmallModel
 
-_LEAST_CHANCE = 0.1
+_LEAST_CHANCE = 0.2
 """How likely a draft must be to come true as a whole."""
 _HOPED = 0.7
 """How likely a small model's token is thought to come true before any was checked."""

@@ -42,10 +42,12 @@ class Lookup:
     def __init__(self, chances: Chances) -> None:
         """Args: `chances` is told of tokens whether they came as they were found."""
         self._chances = chances
-        self._latest: dict[tuple[int, ...], int] = {}
-        """Where tokens end last."""
-        self._earlier: list[list[int]] = [[] for _ in _SIZES]
-        """Where the tokens that end with each one end before it, by their number; 0 if nowhere."""
+        self._known = 0
+        """How much of the text was read."""
+        self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in _SIZES]
+        """Where tokens end last, for each size."""
+        self._earlier = [[0] * (size - 1) for size in _SIZES]
+        """Where the tokens that end with each one end before it, for each size; 0 if nowhere."""
         self._places: list[Place] = []
         """Those with the longest match, the latest first."""
         self._part: Place | None = None
@@ -55,11 +57,11 @@ class Lookup:
 
     def read(self, ids: list[int]) -> None:
         """Note how a text has grown; it only grows."""
-        known = len(self._earlier[0])
-        for at in range(known, len(ids)):
-            found = self._index(ids, at)
-            if known or at == len(ids) - 1:  # what a prompt repeats in itself says little of the reply
-                self._follow(ids, at, found)
+        self._index(ids)
+        # What a prompt repeats in itself says little of the reply.
+        for at in range(self._known or len(ids) - 1, len(ids)):
+            self._follow(ids, at)
+        self._known = len(ids)
 
     def find(self, ids: list[int]) -> Iterator[tuple[int, float]]:
         """Yield tokens that may follow the text that was read, each with the chance that it does if those before it do.
@@ -68,8 +70,7 @@ class Lookup:
         """
         text, places, part = _Extended(ids), self._places, self._part
         while places or part:
-            choices = self._choices(text, places, part)
-            token, chance = max(((token, self._chances.of(why)) for token, why in choices), key=lambda each: each[1])
+            chance, token = max((self._chances.of(why), token) for token, why in self._choices(text, places, part))
             yield token, chance
             text.drafted.append(token)
             places = [Place(next + 1, match + 1) for next, match in places if text[next] == token]
@@ -78,40 +79,42 @@ class Lookup:
     @staticmethod
     def _choices(text: _Extended, places: list[Place], part: Place | None) -> Iterator[tuple[int, Evidence]]:
         """Yield which tokens may come next, and what speaks for them."""
-        if places:
+        if len(places) == 1:
+            yield text[places[0].next], Evidence(places[0].match, Agreement.ALONE)
+        elif places:
             votes = Counter(text[place.next] for place in places)
-            agreement = Agreement.SOME if len(votes) > 1 else Agreement.ALL if len(places) > 1 else Agreement.ALONE
-            yield votes.most_common(1)[0][0], Evidence(places[0].match, agreement)
+            token = max(votes, key=votes.__getitem__)
+            yield token, Evidence(places[0].match, Agreement.SOME if len(votes) > 1 else Agreement.ALL)
         if part and (len(places) != 1 or part.next != places[0].next):
             yield text[part.next], Evidence(part.match, Agreement.PART)
 
-    def _index(self, ids: list[int], at: int) -> list[int]:
-        """Note where tokens end; return where those of each size end before, 0 for nowhere."""
-        found = []
-        for size, earlier in zip(_SIZES, self._earlier, strict=True):
-            last = tuple(ids[max(at + 1 - size, 0) : at + 1])
-            earlier.append(self._latest.get(last, 0) if len(last) == size else 0)
-            self._latest[last] = at + 1
-            found.append(earlier[-1])
-        return found
+    def _index(self, ids: list[int]) -> None:
+        """Note where the tokens that were not read end."""
+        for size, latest, earlier in zip(_SIZES, self._latest, self._earlier, strict=True):
+            start = max(self._known - size + 1, 0)
+            unread = zip(*(ids[start + at :] for at in range(size)), strict=False)
+            for end, tokens in enumerate(unread, start + size):
+                earlier.append(latest.get(tokens, 0))
+                latest[tokens] = end
 
-    def _follow(self, ids: list[int], at: int, found: list[int]) -> None:
+    def _follow(self, ids: list[int], at: int) -> None:
         """Note a token that has come; decide what may follow it."""
         for token, evidence in self._choices(_Extended(ids), self._places, self._part):
             self._chances.note(evidence, token == ids[at])
         self._places = [Place(next + 1, match + 1) for next, match in self._places if ids[next] == ids[at]]
         if not self._places:
-            self._search(ids, at, found)
+            self._search(ids, at)
         if self._part:
             self._go_on(ids, at, self._part)
         best = self._places[0] if self._places else None
         if best and best.match >= _PART and best.match > (self._part.match if self._part else 0):
             self._part, self._astray = best, 0
 
-    def _search(self, ids: list[int], at: int, found: list[int]) -> None:
+    def _search(self, ids: list[int], at: int) -> None:
         """Find the places where most of the last tokens stood before."""
         places = []
-        for size, earlier, end in zip(_SIZES, self._earlier, found, strict=True):
+        for size, earlier in zip(_SIZES, self._earlier, strict=True):
+            end = earlier[at]
             for _ in range(_PLACES):
                 if not end:
                     break

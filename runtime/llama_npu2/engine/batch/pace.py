@@ -19,6 +19,9 @@ _DOUBT, _DOUBTED_AFTER = 0.1, 1000
 """What share of a number of rows' time may be an error after one step of it; and after how many other steps its own
 ones count for half as many."""
 
+_IN_ORDER = 8
+"""After how many steps ratios are brought in order again, since they change little with each."""
+
 
 @dataclass
 class _Measured:
@@ -54,6 +57,7 @@ class Pace:
         self._speed = self._speed or seconds
         self._steps += 1
         measured = self._measured.get(rows)
+        new = measured is None
         if measured is None:
             expected = self.seconds(rows) or seconds
             measured = self._measured[rows] = _Measured(expected / self._speed, 1.0, self._steps)
@@ -61,7 +65,8 @@ class Pace:
         measured.steps, measured.last = self._certain(measured) + 1, self._steps
         measured.ratio *= error ** max(1 / measured.steps, _LEAST_WEIGHT)
         self._speed *= error**_SPEED_WEIGHT
-        self._known = []
+        if new or not self._steps % _IN_ORDER:
+            self._known = []
 
     def _certain(self, measured: _Measured) -> float:
         return measured.steps * 0.5 ** ((self._steps - measured.last) / _DOUBTED_AFTER)
