@@ -117,7 +117,7 @@ def options() -> str:
         facts += [("values", ", ".join(f"`{choice}`" for choice in each.choices)), ("bounds", _bounds(each))]
         takers = [f"doit {command}" for command in each.commands] if name in known else []
         if name in runtime:
-            takers += [f"llama-npu2 {command}" for command in runtime[name].commands]
+            takers += [f"llama-npu2 {command}" for command in runtime[name].commands if command in OF_RUNTIME]
             facts += [("flag", f"`{each.flag}`")]
         facts += [("commands", ", ".join(f"[{title}](commands.md#{title.replace(' ', '-')})" for title in takers))]
         lines += [f"## {name}=\n", f"{each.help[0].upper()}{each.help[1:]}.\n"]

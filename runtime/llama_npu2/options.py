@@ -293,9 +293,10 @@ class Running(Checked):
     repeats: int = option(5, "make each measurement this often", "bench", "profile", unit="times", least=1)
     streams: str = option(
         "",
-        "also generate with this many sequences at a time, with commas between; on the CPU",
+        "also generate with this many sequences at a time, with commas between; on the CPU, but for `doit estimate`",
         "bench",
         "profile",
+        "estimate",
         metavar="NUMBERS",
         examples=("1,2,4,8",),
     )

@@ -1,8 +1,8 @@
 """`doit estimate`: the time of every launch on the NPU and what limits it, by program, token and prompt.
 
-`measured=FILE`: with the rates in a report of `doit selftest`, as far as it has them. `published=1`: other projects'
-plans by the same arithmetic, next to what they measured. `target=npu2-sim`: next to what the simulator counted. The
-arithmetic is that of `stages.estimate`.
+`streams=4`: also what 4 sequences get at a time. `measured=FILE`: with the rates in a report of `doit selftest`, as far
+as it has them. `published=1`: other projects' plans by the same arithmetic, next to what they measured.
+`target=npu2-sim`: next to what the simulator counted. The arithmetic is that of `stages.estimate`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ def _report(build: Build, machine: Machine) -> None:
     }
     grouping = build.grouping_name
     composed = build.target.grouping(grouping)
-    found = figures(build.source.name, estimates, grouping)
+    plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
+    locked = locked_memory(plan, stored, composed, build.buckets, build.policy, options.second_copy)
+    turns = [estimates[grouping].turns(sequences) for sequences in options.stream_list()]
+    found = figures(build.source.name, estimates, grouping, turns) | {"locked": locked}
     if build.target.device == "sim":
         found["counted"] = counted(build.directory, estimates[grouping])
-    plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
-    found["locked"] = locked_memory(plan, stored, composed, build.buckets, build.policy, options.second_copy)
     if options.json:
         print(json.dumps(found))
     else:
-        print_estimates(found, estimates[grouping], locked_line(found["locked"], stored.max_seq))
+        print_estimates(found, estimates[grouping], locked_line(locked, stored.max_seq))
     where = build.report("estimate")
     write_json(where / "estimate.json", found)
     page(found).write(where / "estimate.html")

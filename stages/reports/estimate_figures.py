@@ -5,7 +5,7 @@ Times are in milliseconds, memory and traffic in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +18,20 @@ from stages.estimate.price import Priced
 from stages.estimate.ranges import Range
 from stages.estimate.work import Time
 from stages.proof.selftest.measure import RATES_OF_TABLE
-from stages.reports.estimated import TOKEN, Estimate, Moment, total
+from stages.reports.estimated import TOKEN, Estimate, Moment, Turns, total
 from stages.targets.npu2.modules import Module
 
 if TYPE_CHECKING:
     from stages.air.occupancy import Segment, Use
 
 
-def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dict[str, Any]:
+def figures(
+    model: str, estimates: Mapping[str, Estimate], grouping: str, turns: Sequence[Turns] = ()
+) -> dict[str, Any]:
     """Return the times of all groupings, and the details of one: its phases, and the launches of its programs.
 
     Phases are a token after `depth` positions, prompts that fill a bucket, and last chunks of longer prompts.
+    `turns`: what several sequences get at a time.
     """
     estimate = estimates[grouping]
     moved, weights = estimate.traffic()
@@ -41,6 +44,7 @@ def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dic
         "groupings": {name: one.times() for name, one in estimates.items()},
         "phases": {phase: _phase(moments) for phase, moments in _phases(estimate)},
         "ranges": {phase: _range(found) for phase, found in estimate.ranges.items()},
+        "streams": [asdict(each) for each in turns],
         "programs": {name: _program(rows) for name, rows in estimate.rows.items()},
         "rates": list(_rates(estimate.machine)),
     }

@@ -14,7 +14,7 @@ from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.estimate import work
 from stages.estimate.ranges import between
 from stages.reports.estimate_figures import TOKEN
-from stages.reports.estimated import ARRAY_SIDE, HOST_SIDE
+from stages.reports.estimated import ARRAY_SIDE, HOST_SIDE, TAKE_TURNS
 from stages.reports.pages import (
     Page,
     Series,
@@ -90,6 +90,8 @@ def _summary(figures: Figures) -> Iterator[Markup]:
             "DDR / bytes of weights": f"{moved['moved'] / moved['weights']:.4f}",
         }
     )
+    if figures["streams"]:
+        yield _turns(figures["streams"])
     yield _open_rates(ranges)
     phases = list(figures["phases"])
     shares = {
@@ -109,6 +111,20 @@ def _summary(figures: Figures) -> Iterator[Markup]:
     columns = ["phase", *(f">grouping {name}, ms" for name in figures["groupings"])]
     rows = [[phase, *(f"{spent[phase]:.2f}" for spent in figures["groupings"].values())] for phase in phases]
     yield table(columns, rows, "Milliseconds by grouping")
+
+
+def _turns(streams: Iterable[Figures]) -> Markup:
+    columns = [">sequences", ">ms from token to token", ">low", ">high", ">tokens of a turn", ">caches on the host"]
+    rows = [
+        [
+            str(each["sequences"]),
+            *(f"{each[end]:.1f}" for end in ("middle", "low", "high")),
+            str(each["tokens"]),
+            amount(each["host_bytes"]),
+        ]
+        for each in streams
+    ]
+    return table(columns, rows, TAKE_TURNS)
 
 
 def _between(found: Figures) -> str:

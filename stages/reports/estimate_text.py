@@ -13,7 +13,7 @@ from stages.estimate.price import Priced
 from stages.estimate.ranges import Range, between
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
 from stages.estimate.work import Time
-from stages.reports.estimated import DEPTH, TOKEN, Estimate, total
+from stages.reports.estimated import DEPTH, TAKE_TURNS, TOKEN, Estimate, total
 
 MIB = 1 << 20
 
@@ -40,6 +40,14 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
         if name != estimate.name:
             times = ", ".join(f"{phase} {milliseconds:.1f} ms" for phase, milliseconds in phases.items())
             print(f"  with grouping {name} instead: {times}")
+    if found_turns := figures["streams"]:
+        print(f"\n{TAKE_TURNS}:")
+        for turns in found_turns:
+            print(
+                f"  {turns['sequences']} at a time: {between(turns['low'], turns['high'])} ms from token to token of "
+                f"each, middle {turns['middle']:.1f}; {_rate(turns)} tokens/s together; turns of {turns['tokens']} "
+                f"tokens; {amount(turns['host_bytes'])} of the host for their caches"
+            )
     print(
         f"\nA token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its weights, "
         f"{moved / rate / 1e6:.1f} ms at {rate:.0f} GB/s."
@@ -96,6 +104,10 @@ def _sum(time: Time, found: Range) -> str:
 
 def _per_second(found: Range) -> str:
     return f"{between(1e3 / found.high, 1e3 / found.low)} tokens/s, middle {1e3 / found.middle:.1f}"
+
+
+def _rate(turns: Mapping[str, Any]) -> str:
+    return between(*(1e3 * turns["sequences"] / turns[end] for end in ("high", "low")))
 
 
 _OPEN_RATES = 3

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import groupby
 
 from llama_npu2.artifact.dtypes import nbytes
+from llama_npu2.engine.turns import tokens_of_turn
 from stages.estimate.constants import Machine
 from stages.estimate.phases import commands, host_work
 from stages.estimate.price import Priced, price
@@ -63,6 +64,23 @@ class Moment:
     program: str
     what: str
     time: Time
+
+
+TAKE_TURNS = "Sequences take turns in the KV cache, which is filled for each turn"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Sequences that take turns on the NPU, and the mean milliseconds from one token of a sequence to its next."""
+
+    sequences: int
+    tokens: int
+    """Of a turn."""
+    low: float
+    middle: float
+    high: float
+    host_bytes: int
+    """What the host keeps of their caches, if each sequence fills its own."""
 
 
 @dataclass
@@ -140,6 +158,22 @@ class Estimate:
     def prompt(self, bucket: int, window: int = 0) -> Time:
         """Return the time of a prompt that fills a bucket; with `window`, of the last rows of a longer prompt."""
         return sum((moment.time for moment in self.moments(bucket, window=window)), Time())
+
+    def turns(self, sequences: int) -> Turns:
+        """Return what several sequences get that make tokens at a time, all after `depth` others.
+
+        They take turns in the device's KV cache (`llama_npu2.engine.turns`): it is filled for each turn, and what each
+        token appends is copied back.
+        """
+        token, sizes = self.ranges[TOKEN], self.config.dimensions()
+        appended = nbytes("bf16", (len(self.config.decoder.attentions), int(sizes["kv_pair_dim"])))
+        filled, copied = (
+            spend(Amount(HOST_COPY, size), self.machine).milliseconds for size in (self.depth * appended, appended)
+        )
+        tokens = tokens_of_turn(filled, token.middle)
+        copying = filled / tokens + copied if sequences > 1 else 0.0
+        low, middle, high = (sequences * (time + copying) for time in (token.low, token.middle, token.high))
+        return Turns(sequences, tokens, low, middle, high, sequences * self.positions * appended)
 
     def prompts(self) -> Iterator[tuple[str, int, int]]:
         """Yield name, bucket and window (context bucket) of every prompt that has programs."""

@@ -28,7 +28,7 @@ from stages.estimate.constants import Machine, constants
 from stages.estimate.flow import call_work, launch_work
 from stages.estimate.phases import commands, phase_milliseconds
 from stages.estimate.price import description
-from stages.estimate.ranges import ranges
+from stages.estimate.ranges import between, ranges
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED
 from stages.estimate.work import (
     CALL,
@@ -667,6 +667,7 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     measured = report(tmp_path / "report.json", {"measured": {"ddr_gbps": 30}})
     nowhere = tmp_path / "none"
     given = ("model=random:smollm2-360m", "npu.buckets=128", f"measured={measured}", f"output={tmp_path / 'report'}")
+    given = (*given, "streams=1,3")
     run = doit("estimate", *given, f"artifacts={nowhere}")
     assert run.returncode == 0, run.stderr
     assert not nowhere.exists(), "shapes are enough: no weights are made"
@@ -692,6 +693,11 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     assert "\nIt locks " in run.stdout and "the cache of 4096 positions" in run.stdout
     held = json.loads((tmp_path / "report/estimate.json").read_text())["locked"]
     assert held["driver"] == 64 << 20 and f"weights {amount(held['weights'])}, " in run.stdout
+    alone, three = json.loads((tmp_path / "report/estimate.json").read_text())["streams"]
+    assert alone["middle"] == pytest.approx(found["middle"]) and alone["tokens"] == three["tokens"]
+    assert 3 * found["middle"] < three["middle"] < 3.5 * found["middle"], "copying takes a tenth of the time"
+    assert f"\n  3 at a time: {between(three['low'], three['high'])} ms from token to token of each, " in run.stdout
+    assert three["host_bytes"] == 3 * held["KV cache"]
     rows = [line.split() for line in run.stdout.splitlines() if line.startswith("  gemv ")]
     assert rows and all(row[2] in {"configuration", "stream", "elementwise", "DDR"} for row in rows)
 

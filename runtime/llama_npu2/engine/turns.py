@@ -29,6 +29,16 @@ class _Content(NamedTuple):
     version: int
 
 
+def tokens_of_turn(copying: float, token: float) -> int:
+    """Return how many tokens of a sequence come before another one's: copying takes a tenth of the time then.
+
+    Args:
+        copying: how long it takes to copy a sequence's blocks to the device.
+        token: how long a token takes, in the same unit; 0 if that is not known yet.
+    """
+    return max(1, min(math.ceil(copying / (_OVERHEAD * token)), _LONGEST_TURN)) if token else 1
+
+
 class TurnSteps:
     """Processes one run after another in the device's cache, and keeps what they append in blocks of the host.
 
@@ -69,9 +79,7 @@ class TurnSteps:
     @property
     def turn(self) -> int:
         """How many tokens of a sequence should come before another one's: copying takes a tenth of the time then."""
-        if not self._token:
-            return 1
-        return max(1, min(math.ceil(self._copying / (_OVERHEAD * self._token)), _LONGEST_TURN))
+        return tokens_of_turn(self._copying, self._token)
 
     def step(self, runs: Sequence[Run]) -> np.ndarray:
         """Process rows, as `Steps.step` says: one run after the other, each by its phase. Its last row may have logits.
