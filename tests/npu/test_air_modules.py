@@ -434,6 +434,13 @@ def test_steps_share_descriptors_as_far_as_a_queue_takes_them(name: str, bucket:
     assert module.shared_steps == steps and module.options == [f"--air-runtime-loop-tiling-sizes={steps}"] * 2
 
 
+def test_transfers_that_share_a_channel_queue_one_after_the_other() -> None:
+    """The weight of a norm that is added to the residual comes on the channel of the residual, in each step."""
+    (program,) = (each for each in family_programs("gemma3-4b", "fused", "bf16") if each.entry == "prefill_down")
+    module = build_module(program, FAMILIES["gemma3-4b"].dimensions())
+    assert module.shared_steps == limits.QUEUE_DEPTH // 2
+
+
 @pytest.mark.parametrize("tile_k", [32, 64])
 @pytest.mark.parametrize("cols", [2048, 8192, 14336])
 def test_a_loop_is_cut_where_no_dimension_is_left(cols: int, tile_k: int) -> None:

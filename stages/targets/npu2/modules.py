@@ -6,6 +6,7 @@ Kernels tile themselves; this module wires them together.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -197,26 +198,31 @@ class Module:
 
 
 def step_descriptors(launch: LaunchOp) -> int:
-    """Return the number of descriptors that the longest DDR transfer of one launch step takes.
+    """Return the largest number of descriptors that one launch step queues at a channel of a shim.
 
     The loops around a transfer use the dimensions of a descriptor that its access pattern leaves free; a size that its
     field does not hold takes two dimensions. Where dimensions run out, a loop is cut into several descriptors.
+    Transfers that share a channel queue theirs one after the other.
     """
     from xdsl.dialects import scf
 
     from stages.air import analysis
+    from stages.air.occupancy import Segment
 
-    name = analysis.name_of(analysis.segment_of(launch), "launch")
-    most = 1
-    for move in analysis.moves(launch):
-        loops = [loop for loop in analysis.walk_ops(launch, scf.ForOp) if loop.is_ancestor(move)]
+    segment = analysis.segment_of(launch)
+    name = analysis.name_of(segment, "launch")
+    queued: Counter[object] = Counter()
+    for transfer in Segment(segment, name).transfers:
+        end = transfer.side(air.L3)
+        if end is None:
+            continue
+        loops = [loop for loop in analysis.walk_ops(launch, scf.ForOp) if loop.is_ancestor(transfer.op)]
         counts = [analysis.trip_count(loop, name) for loop in loops]
-        for side, _ in analysis.ends(move, name):
-            sizes = [*counts, *(size for size, _ in side.dims)]
-            dimensions = sum(1 if size <= limits.SHIM_DMA.wrap else 2 for size in sizes)
-            if side.space == air.L3 and dimensions > limits.SHIM_DMA.dimensions:
-                most = max([most, *map(limits.descriptors, counts)])
-    return most
+        sizes = [*counts, *(size for size, _ in end[0].dims)]
+        dimensions = sum(1 if size <= limits.SHIM_DMA.wrap else 2 for size in sizes)
+        cut = dimensions > limits.SHIM_DMA.dimensions
+        queued[transfer.stream()] += max(map(limits.descriptors, counts), default=1) if cut else 1
+    return max(queued.values(), default=1)
 
 
 def build_module(program: Program, dimensions: Dimensions) -> Module:
