@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -34,6 +34,9 @@ from stages.model.families import parse_config
 from stages.model.random_weights import write_byte_tokenizer
 from stages.targets.cpu.toolchain import host_compiler
 from tests.support import browser
+
+if TYPE_CHECKING:
+    from tests.support.cpu_kernels_util import Library
 
 pytest_plugins = ["tests.support.left_out", "tests.support.balanced", "tests.support.kept_objects"]
 
@@ -189,16 +192,11 @@ def demo(artifacts: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory, artifacts: Path) -> Path:
-    """One shared object with all host kernels, made by the first of the parallel workers that needs it."""
-    from tests.support.cpu_kernels_util import build
+def library(artifacts: Path) -> Library:
+    """Shared objects with all host kernels."""
+    from tests.support.cpu_kernels_util import Library
 
-    shared = artifacts.with_name("cpu_kernels")
-    shared.mkdir(exist_ok=True)
-    with FileLock(shared / "lock"):
-        made = shared / "kernels.so"
-        made = made if made.exists() else build(shared, artifacts / ".cache/objects")
-    return Path(shutil.copy(made, tmp_path_factory.mktemp("cpu_kernels")))
+    return Library(artifacts.with_name("cpu_kernels"), artifacts / ".cache/objects")
 
 
 SOURCES = ("dodo.py", "stages", "runtime", "kernel_src", "models/demo")

@@ -17,11 +17,14 @@ from stages.kernels.grouped import GROUPED
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats
 from tests.conftest import ODD_WIDTHS, build, write_checkpoint
-from tests.support.cpu_kernels_util import BF16, Kernels, guarded, machine_isas, output
+from tests.support.cpu_kernels_util import BF16, HOST, Kernels, Library, guarded, in_sets, machine_isas, output
 
 THREADS = (1, 2, 3, 4)
 CASES = 120
 """Of each kind in each instruction set."""
+
+
+in_each_set = pytest.mark.parametrize("teams", machine_isas(), indirect=True)
 
 
 class Case:
@@ -55,8 +58,8 @@ class Case:
             at += count
 
 
-@pytest.fixture(scope="module", params=machine_isas())
-def teams(request: pytest.FixtureRequest, library: Path) -> Iterator[list[Kernels]]:
+@pytest.fixture(scope="module")
+def teams(request: pytest.FixtureRequest, library: Library) -> Iterator[list[Kernels]]:
     made = [Kernels(library, request.param, threads) for threads in THREADS]
     yield made
     for team in made:
@@ -75,12 +78,12 @@ def halves(values: np.ndarray, sign: int) -> np.ndarray:
     return values
 
 
-def compare_products(case: Case, name: str, activations: str, epilogue: str) -> None:
+def compare_products(case: Case, name: str, epilogue: str) -> None:
     rows, cols, out_cols = case.size(60), case.size(2500), case.size(200)
     x, residual = halves(case.normal(rows, cols), 1), case.normal(rows, out_cols)
     values = [halves(case.normal(out_cols, cols), -1) for _ in range(1 + (epilogue == "_silu"))]
-    weights = [guarded(formats()[name].pack(each, "panels")) for each in values]
-    matrix, vector = (format_kernel(kernel + epilogue, name, activations) for kernel in ("gemm", "gemv"))
+    matrix, vector = (format_kernel(kernel + epilogue, name) for kernel in ("gemm", "gemv"))
+    weights = [guarded(formats()[HOST[matrix].stored].pack(each, "panels")) for each in values]
 
     def product(part: slice, out: np.ndarray, one: bool) -> None:
         rest = [guarded(residual[part])] if epilogue == "_add" else []
@@ -97,14 +100,10 @@ def compare_products(case: Case, name: str, activations: str, epilogue: str) -> 
         assert_same(out, whole[part])
 
 
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize(
-    "name, activations",
-    [("bf16", "bf16"), ("w8a8", "bf16"), *((stored.name, taken) for stored in GROUPED for taken in ACTIVATIONS)],
-)
-def test_products(teams: list[Kernels], name: str, activations: str) -> None:
-    for seed in range(CASES):
-        compare_products(Case(teams, seed), name, activations, ("", "_add", "_silu")[seed % 3])
+@in_sets(["bf16", "w8a8", *(stored.name + taken for stored in GROUPED for taken in ACTIVATIONS.values())])
+def test_products(teams: list[Kernels], name: str) -> None:
+    for seed in range(CASES // 2):
+        compare_products(Case(teams, seed), name, ("", "_add", "_silu")[seed % 3])
 
 
 def attended(
@@ -148,6 +147,7 @@ def compare_attention(case: Case, stored: str) -> None:
     assert attended(case, stored, tensors, head_dim, first, case.pieces(rows), case.table(first + rows)) == whole
 
 
+@in_each_set
 @pytest.mark.parametrize("stored", KV_FORMATS.values())
 def test_attention(teams: list[Kernels], stored: str) -> None:
     for seed in range(CASES):
@@ -195,6 +195,7 @@ def compare_convolutions(case: Case) -> None:
     assert_same(history[taps - 1 :], again[taps - 1 + kept])
 
 
+@in_each_set
 def test_rows_of_norm_rotation_activation_and_convolution(teams: list[Kernels]) -> None:
     for seed in range(CASES):
         compare_rows(Case(teams, seed))
@@ -207,7 +208,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "weights", "kv", "activations"),
     [

@@ -12,17 +12,29 @@ from stages.kernels import experts as reference
 from stages.kernels import format_kernel
 from stages.kernels.grouped import GROUPED, byte_product, integer_product
 from stages.weights.formats import formats
-from tests.support.cpu_kernels_util import BF16, HOST, U32, Kernels, Teams, U, format_of, guarded, machine_isas, output
+from tests.support.cpu_kernels_util import (
+    BF16,
+    HOST,
+    U32,
+    Kernels,
+    Teams,
+    U,
+    format_of,
+    guarded,
+    in_sets,
+    machine_isas,
+    output,
+)
 
-NAMES = ["bf16", "w8a8", *(stored.name for stored in GROUPED), *(f"{name}_a8" for name in ("int4", "mxfp4"))]
+NAMES = ["bf16", "w8a8", *(stored.name for stored in GROUPED), *(f"{stored.name}_a8" for stored in GROUPED)]
 # cols, inner width, experts, experts of a row. Panels and groups that are not whole; one expert; all of them.
 # Whether products have biases.
 SHAPES = [(33, 17, 5, 2, True), (64, 48, 8, 8, False), (1100, 40, 3, 2, False), (70, 150, 40, 4, True)]
 
 
-@pytest.fixture(scope="module", params=machine_isas())
+@pytest.fixture(scope="module")
 def teams(request, library):
-    """Each call is done by every team, with equal bits."""
+    """Each call is done by every team of an instruction set, with equal bits."""
     teams = Teams(library, request.param, (1, 3))
     yield teams
     teams.close()
@@ -79,8 +91,7 @@ def assert_close(out, exact, size, cols):
     assert (np.abs(np.asarray(out, np.float64) - exact) <= limit).all()
 
 
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("name", NAMES)
+@in_sets(NAMES, "moe_gemm")
 @pytest.mark.parametrize("cols, inner, count, top, biased", SHAPES)
 def test_experts(teams, name, cols, inner, count, top, biased):
     rng = np.random.default_rng(cols * inner)
@@ -127,34 +138,35 @@ def tokens(teams, name, end, x, chosen, shares, gate, up, down, biases, residual
             np.testing.assert_array_equal(result.view(np.uint16), want[r].view(np.uint16))
 
 
-def test_more_rows_than_a_task(teams):
+@in_sets(["bf16", "int4", "w8a8"], "moe_gemm")
+def test_more_rows_than_a_task(teams, name):
     """All to one expert of three; rows of several tasks and of several parts of totals."""
     rng, cols, inner, count = np.random.default_rng(5), 48, 33, 3
-    for name in ("bf16", "int4", "w8a8"):
-        gate, up, down = (stacked(rng, name, count, *s)[0] for s in ((inner, cols), (inner, cols), (cols, inner)))
-        rows = 1100
-        x, chosen, shares = (
-            activations(rng, rows, cols),
-            guarded(np.ones((rows, 1), np.int32)),
-            np.ones((rows, 1), "f4"),
-        )
-        act, out = output((rows, inner)), output((rows, cols))
-        teams(format_kernel("moe_gemm_silu", name), x, chosen, gate, up, act, rows, cols, inner, count, 1, 0)
-        teams(format_kernel("moe_gemm", name), act, chosen, shares, down, out, rows, inner, cols, count, 1)
-        one, act_one = output((rows, cols)), output((rows, inner))
-        plain = [guarded(w[1]) for w in (gate, up, down)]
-        teams(format_kernel("gemm_silu", name), x, *plain[:2], act_one, rows, cols, inner, 0)
-        teams(format_kernel("gemm", name), act_one, plain[2], one, rows, inner, cols)
-        np.testing.assert_array_equal(act.view(np.uint16), act_one.view(np.uint16))
-        np.testing.assert_array_equal(out.view(np.uint16), one.view(np.uint16))
+    gate, up, down = (stacked(rng, name, count, *s)[0] for s in ((inner, cols), (inner, cols), (cols, inner)))
+    rows = 1100
+    x, chosen, shares = (
+        activations(rng, rows, cols),
+        guarded(np.ones((rows, 1), np.int32)),
+        np.ones((rows, 1), "f4"),
+    )
+    act, out = output((rows, inner)), output((rows, cols))
+    teams(format_kernel("moe_gemm_silu", name), x, chosen, gate, up, act, rows, cols, inner, count, 1, 0)
+    teams(format_kernel("moe_gemm", name), act, chosen, shares, down, out, rows, inner, cols, count, 1)
+    one, act_one = output((rows, cols)), output((rows, inner))
+    plain = [guarded(w[1]) for w in (gate, up, down)]
+    teams(format_kernel("gemm_silu", name), x, *plain[:2], act_one, rows, cols, inner, 0)
+    teams(format_kernel("gemm", name), act_one, plain[2], one, rows, inner, cols)
+    np.testing.assert_array_equal(act.view(np.uint16), act_one.view(np.uint16))
+    np.testing.assert_array_equal(out.view(np.uint16), one.view(np.uint16))
 
 
-def test_late_threads_find_nothing_left(teams, library):
+@in_sets(["bf16", "int4", "int8_a8"], "moe_gemm")
+def test_late_threads_find_nothing_left(teams, library, name):
     """Calls with other choices follow each other in one run of more threads than there are CPUs.
 
     A thread that comes late to one finds what the next one has chosen."""
     rng, cols, inner, count, top, rows = np.random.default_rng(6), 48, 40, 9, 2, 7
-    gate, up, down = (stacked(rng, "int4", count, *s)[0] for s in ((inner, cols), (inner, cols), (cols, inner)))
+    gate, up, down = (stacked(rng, name, count, *s)[0] for s in ((inner, cols), (inner, cols), (cols, inner)))
     router = guarded(formats()["bf16"].pack(rng.standard_normal((count, cols), np.float32).astype(BF16), "panels"))
     texts = [activations(rng, rows, cols) for _ in range(20)]
     outs, alone = [output((rows, cols)) for _ in texts], [output((rows, cols)) for _ in texts]
@@ -165,14 +177,19 @@ def test_late_threads_find_nothing_left(teams, library):
         for x, out in zip(texts, results, strict=True):
             calls.append(team.call("route", x, router, chosen, shares, rows, cols, count, top, 1))
             sizes = (rows, cols, inner, count, top)
-            calls.append(team.call("int4_moe_gemm_silu", x, chosen, gate, up, act, *sizes, 0))
-            calls.append(team.call("int4_moe_gemm", act, chosen, shares, down, out, rows, inner, cols, count, top))
+            calls.append(team.call(format_kernel("moe_gemm_silu", name), x, chosen, gate, up, act, *sizes, 0))
+            calls.append(
+                team.call(
+                    format_kernel("moe_gemm", name), act, chosen, shares, down, out, rows, inner, cols, count, top
+                )
+            )
         for _ in range(20):
             team.run(*calls)
         team.close()
     np.testing.assert_array_equal(np.array(outs).view(np.uint16), np.array(alone).view(np.uint16))
 
 
+@pytest.mark.parametrize("teams", machine_isas(), indirect=True)
 @pytest.mark.parametrize("cols, count, top", [(33, 1, 1), (64, 4, 4), (577, 40, 3), (100, 130, 8)])
 @pytest.mark.parametrize("normed", [0, 1])
 @pytest.mark.parametrize("biased", [False, True])

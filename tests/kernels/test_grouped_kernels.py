@@ -10,21 +10,23 @@ from stages.kernels import ACTIVATIONS
 from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED, in_bytes
 from stages.weights.formats import formats, int4, int4_f32, int6, int8, int8_f32, int8_f32_16, mxfp4
-from tests.support.cpu_kernels_util import BF16, HOST, U32, Teams, U, format_of, guarded, machine_isas, output
+from tests.support.cpu_kernels_util import BF16, HOST, U32, Teams, U, format_of, guarded, in_sets, output
 
 NAMES = [stored.name for stored in GROUPED]
 PRODUCTS = [*NAMES, *(f"{name}{ACTIVATIONS['int8']}" for name in NAMES)]
 """What comes before the names of products with group-wise weights."""
 SHAPES = [(1, 1), (16, 32), (7, 33), (48, 64), (130, 100), (33, 577), (257, 96), (64, 2048), (9, 31)]
-EVERY_NUMBER = [
-    *((form, np.arange(-128, 128, dtype=np.int8)) for form in (int8, int8_f32, int8_f32_16)),
-    (int4_f32, np.arange(16, dtype=np.uint8)),
-]
+EVERY_NUMBER = {
+    **{form.FORMAT.name: (form, np.arange(-128, 128, dtype=np.int8)) for form in (int8, int8_f32, int8_f32_16)},
+    "int4_f32": (int4_f32, np.arange(16, dtype=np.uint8)),
+}
+EXTREMES = {"int4": (int4, 0, 15), "int6": (int6, 0, 63), "mxfp4": (mxfp4, 7, 15)}
+"""Smallest and largest number of a format."""
 
 
-@pytest.fixture(scope="module", params=machine_isas())
+@pytest.fixture(scope="module")
 def teams(request, library):
-    """Each call is done by every team, with equal bits."""
+    """Each call is done by every team of an instruction set, with equal bits."""
     teams = Teams(library, request.param, (1, 3))
     yield teams
     teams.close()
@@ -69,7 +71,7 @@ def assert_product(name, out, x, wide, rounded=True):
     assert (np.abs(np.asarray(out, np.float64) - exact) <= limit).all()
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@in_sets(PRODUCTS)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("weight", [1, -1])
 def test_largest_sums_fit(teams, name, sign, weight):
@@ -98,26 +100,27 @@ LOWEST_BYTES = [1, *[2.0**-6] * 511]
 """A block of x with as many numbers of 128, whose low byte is the furthest from zero, as fit."""
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS.values())
+@in_sets([form + taken for form in EXTREMES for taken in ACTIVATIONS.values()])
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("form, number", [(int4, 0), (int4, 15), (int6, 0), (int6, 63), (mxfp4, 7), (mxfp4, 15)])
-def test_sums_of_extreme_numbers_fit(teams, form, number, sign, activations):
+@pytest.mark.parametrize("largest", [False, True])
+def test_sums_of_extreme_numbers_fit(teams, name, largest, sign):
     """Every weight is the largest or the smallest of its format, and x has the largest high or low bytes.
 
     What could overflow are sums of products of bytes in 16 bits (mxfp4, with AVX2), and in 32 bits sums times a scale
     that is a whole number (int4), which is why int6, whose numbers are larger, multiplies in f32.
     """
+    form, *numbers_of_it = EXTREMES[format_of(name).name]
     rows, cols = 16, 1024
-    largest = 255 if form.GROUPED.factors else 127  # the exponent of 1
-    scale = np.full((rows, cols // 32, form.GROUPED.scale_values), largest, np.uint8)
-    numbers = np.full((rows, cols // 32, 32), number, np.uint8)
+    most = 255 if form.GROUPED.factors else 127  # the exponent of 1
+    scale = np.full((rows, cols // 32, form.GROUPED.scale_values), most, np.uint8)
+    numbers = np.full((rows, cols // 32, 32), numbers_of_it[largest], np.uint8)
     stored = form.GROUPED.stored(np.full((rows, form.GROUPED.factors), 2.0**-7, np.float32), scale, numbers)
     panels, wide = guarded(form.FORMAT.arrange(stored, "panels")), form.FORMAT.dequantise(stored, cols)
     x = np.array([*[255 / 128] * 512, *LOWEST_BYTES], BF16) * BF16(sign)
-    assert_same_sums(teams, form.FORMAT.name + activations, panels, wide, x)
+    assert_same_sums(teams, name, panels, wide, x)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@in_sets(PRODUCTS)
 @pytest.mark.parametrize("rows, cols", SHAPES)
 def test_products(teams, name, rows, cols):
     rng = np.random.default_rng(rows * cols)
@@ -138,7 +141,7 @@ def test_products(teams, name, rows, cols):
     np.testing.assert_array_equal(exact.astype(BF16).view(np.uint16), one[0].view(np.uint16))
 
 
-@pytest.mark.parametrize("name", [*PRODUCTS, "w8a8"])
+@in_sets([*PRODUCTS, "w8a8"])
 def test_rows_of_many_tasks_are_those_of_one(teams, name):
     """More rows than a task of any instruction set has, in panels that are no whole group."""
     rng = np.random.default_rng(7)
@@ -152,7 +155,7 @@ def test_rows_of_many_tasks_are_those_of_one(teams, name):
         np.testing.assert_array_equal(some.view(np.uint16), whole[first:last].view(np.uint16))
 
 
-@pytest.mark.parametrize("name", [*PRODUCTS, "w8a8"])
+@in_sets([*PRODUCTS, "w8a8"])
 def test_more_outputs_than_are_kept(teams, name):
     """Of vectors: chunks of results are written where they belong, also over the residual, and no further."""
     rng = np.random.default_rng(8)
@@ -169,8 +172,9 @@ def test_more_outputs_than_are_kept(teams, name):
     np.testing.assert_array_equal(out.view(np.uint16), added[0].view(np.uint16))
 
 
+@in_sets(["w8a8"])
 @pytest.mark.parametrize("rows, cols", [*SHAPES, (40, 5000)])
-def test_integer_products_are_the_reference(teams, rows, cols):
+def test_integer_products_are_the_reference(teams, name, rows, cols):
     """Of every instruction set, bit for bit, but for what follows a product by the exponential function."""
     rng = np.random.default_rng(rows * cols)
     stored = formats()["w8a8"].quantise(rng.standard_normal((rows, cols), np.float32))
@@ -180,10 +184,10 @@ def test_integer_products_are_the_reference(teams, rows, cols):
         x[0, rng.integers(cols)] = 1000  # an outlier
         x[count // 2] = 0
         sizes = {"rows": count, "cols": cols, "out_cols": rows}
-        for name, rest in (("w8a8_gemm", ()), ("w8a8_gemm_add", (residual,))):
+        for kernel, rest in ((f"{name}_gemm", ()), (f"{name}_gemm_add", (residual,))):
             out = output((count, rows))
-            teams(name, x, panels, *rest, out, *sizes.values())
-            expected = all_kernels()[name].reference(x, stored, *rest, cols=cols)
+            teams(kernel, x, panels, *rest, out, *sizes.values())
+            expected = all_kernels()[kernel].reference(x, stored, *rest, cols=cols)
             np.testing.assert_array_equal(out.view(np.uint16), expected.view(np.uint16))
         exact, expected = output(rows, np.float32), all_kernels()["w8a8_gemv_f32"].reference(stored, x[0], cols=cols)
         teams("w8a8_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
@@ -191,7 +195,7 @@ def test_integer_products_are_the_reference(teams, rows, cols):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["w8a8", *PRODUCTS[len(NAMES) :]])
+@in_sets(["w8a8", *PRODUCTS[len(NAMES) :]])
 def test_integer_products_of_what_is_not_finite_are_not(teams, name, value):
     panels, _ = weight(np.random.default_rng(0), name, 33, 40)
     x, out = guarded(np.ones(40, BF16)), output(33)
@@ -200,7 +204,7 @@ def test_integer_products_of_what_is_not_finite_are_not(teams, name, value):
     assert not np.isfinite(out.astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+@in_sets([*NAMES, "w8a8"])
 @pytest.mark.parametrize("vocab, cols", [(5, 1), (33, 100), (64, 577)])
 def test_embed(teams, name, vocab, cols):
     rng = np.random.default_rng(cols)
@@ -213,11 +217,12 @@ def test_embed(teams, name, vocab, cols):
     assert not out[2:].astype(np.float32).any()
 
 
-@pytest.mark.parametrize("form, numbers", EVERY_NUMBER, ids=[form.FORMAT.name for form, _ in EVERY_NUMBER])
-def test_every_number(teams, form, numbers):
+@in_sets(EVERY_NUMBER)
+def test_every_number(teams, name):
     """With scales and minima of both signs, where values are exact in bf16. -128 too, which quantising never makes and
     a file may hold."""
-    grouped, name = form.GROUPED, form.FORMAT.name
+    form, numbers = EVERY_NUMBER[name]
+    grouped = form.GROUPED
     numbers = np.resize(numbers, (16, 2, grouped.group))
     row = np.arange(16)[:, None, None]
     scales = ((-1) ** row * 2.0 ** (row % 5 - 2)).repeat(2, axis=1)
@@ -232,7 +237,8 @@ def test_every_number(teams, form, numbers):
     np.testing.assert_array_equal(rows.astype(np.float32), wide)
 
 
-def test_every_scale_and_number_of_mxfp4(teams):
+@in_sets(["mxfp4"])
+def test_every_scale_and_number_of_mxfp4(teams, name):
     """All 256 scales with all 16 numbers: 0 and 1 reach below f32's normal range, 255 is NaN."""
     scales = np.arange(256, dtype=np.uint8)[:, None]
     stored = mxfp4.stored(scales, np.resize(np.arange(16, dtype=np.uint8), (256, 1, 32)))
@@ -242,12 +248,12 @@ def test_every_scale_and_number_of_mxfp4(teams):
     np.testing.assert_array_equal(wide[:255], np.tile(np.concatenate([exact, -exact], axis=1), 2)[:255])
     assert np.isnan(wide[255]).all()
     panels, rows = guarded(mxfp4.FORMAT.arrange(stored, "panels")), output((256, 32))
-    teams("mxfp4_embed", guarded(np.arange(256, dtype=np.int32)), panels, rows, 256, 32, 256)
+    teams(f"{name}_embed", guarded(np.arange(256, dtype=np.int32)), panels, rows, 256, 32, 256)
     normal = np.where(np.abs(wide) < 2.0**-126, 0, wide)
     np.testing.assert_array_equal(rows.astype(np.float32), normal.astype(BF16).astype(np.float32))
     for column in range(16):
         x, product = guarded(np.eye(32, dtype=BF16)[column]), output(256, np.float32)
-        teams("mxfp4_gemv_f32", panels, x, product, 256, 32)
+        teams(f"{name}_gemv_f32", panels, x, product, 256, 32)
         # Sums in fixed point are up to 2^17 times as large.
         np.testing.assert_array_equal(product[:237], wide[:237, column])
         assert np.isnan(product[255])

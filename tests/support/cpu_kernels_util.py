@@ -8,21 +8,25 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
+from filelock import FileLock
 
 from stages.engine.objects import compile_object, source_file
 from stages.engine.places import KERNELS as SOURCES
-from stages.kernels import Kernel
+from stages.kernels import Kernel, format_kernel
 from stages.kernels import kernels as all_kernels
 from stages.kernels.flash_attention import ALL
-from stages.targets.cpu.instruction_sets import LANES, objects_of, sets_of_machine
+from stages.kernels.grouped import GROUPED
+from stages.targets.cpu.instruction_sets import LANES, objects_of, sets_of_machine, sets_used_here
 from stages.targets.cpu.objects import host_object
 from stages.targets.cpu.prototypes import dispatch, prototypes, prototypes_of, scalar_type, tensor_type
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
@@ -36,6 +40,9 @@ U32 = 2.0**-24  # unit roundoff of f32
 
 HOST = {name: kernel for name, kernel in all_kernels().items() if kernel.host}
 PLAIN_ISA = "neon" if platform.machine() == "aarch64" else "portable"
+
+_APART = [*(form.name for form in GROUPED), "w8a8"]
+"""The formats whose kernels take most of the time that compiling takes."""
 
 # Entries for tests of the team, and what they take.
 _TEAM_ENTRIES = {"nothing": (), "nap": (), "count": ("tensor", "int64", "int64"), "late": ("tensor",)}
@@ -94,11 +101,15 @@ def compiled(source: str, cache: Path) -> Path:
     return host_object(source_file(source), cache, prototypes_of(stem, isa), isa).path
 
 
-def glue() -> str:
+def of_source(source: str) -> list[Kernel]:
+    """Return the kernels of a source whose weights are in groups; all kernels but those for an empty name."""
+    return [each for each in HOST.values() if (each.source if each.stored in _APART else "") == source]
+
+
+def glue(called: Sequence[Kernel], sets: Sequence[str]) -> str:
     """An entry per kernel that takes every argument, scalars too, from its slots."""
     take = "template <class T> T take(void *slot) { T value; memcpy(&value, &slot, sizeof value); return value; }"
-    declared = ["#include <cstring>", prototypes(HOST.values()), dispatch(HOST.values(), sets_of_machine())]
-    return "\n".join([*declared, take, *map(_entry, HOST.values()), _TEAM_SOURCE])
+    return "\n".join(["#include <cstring>", prototypes(called), dispatch(called, sets), take, *map(_entry, called)])
 
 
 def _entry(kernel: Kernel) -> str:
@@ -108,16 +119,87 @@ def _entry(kernel: Kernel) -> str:
     return f"{head} {{ ::{kernel.name}({', '.join([*arguments, '*w'])}); }}"
 
 
-def build(directory: Path, cache: Path) -> Path:
-    """One shared object with all kernels and the team, whose objects are those of builds, and the glue.
+class Library:
+    """The kernels in shared objects, each made from objects of builds when one of the parallel workers first needs it.
 
-    Kernels for sets that this machine lacks are left out, because none of their code could run.
+    One has the team and all kernels but those for weights in groups, in every set of this machine. Each source of those
+    has one for each set.
     """
-    (directory / "glue.cc").write_text(glue())
-    sources = {name for path in CPU.glob("*.cc") for name in objects_of(path.stem)}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = [*pool.map(partial(compiled, cache=cache), sorted(sources - {*lacking_objects()}))]
-    return link([*made, build_object(directory / "glue.cc", directory / "glue.o")], directory / "kernels.so")
+
+    def __init__(self, shared: Path, cache: Path):
+        self._shared, self._cache = shared, cache
+        shared.mkdir(exist_ok=True)
+
+    def path(self, isa: str, source: str = "") -> Path:
+        """Return a shared object that is loaded for that set alone: it chooses one when it is loaded."""
+        name = source or "kernels"
+        made = self._shared / f"{name}-{isa}.so"
+        if not made.exists():
+            with FileLock(self._shared / f"{name}.lock"):
+                if not made.exists():
+                    self._make(made, isa, source)
+        return made
+
+    def _make(self, made: Path, isa: str, source: str) -> None:
+        part = made.with_suffix(".part")
+        if source:
+            with in_set(isa):
+                sets = sets_used_here()
+            self._link(source, objects_of(source, sets), glue(of_source(source), sets), part)
+        else:
+            every = self._shared / "kernels.so"
+            if not every.exists():
+                apart = {kernel.source for kernel in HOST.values() if kernel.stored in _APART}
+                stems = {path.stem for path in CPU.glob("*.cc")} - apart
+                objects = {name for stem in stems for name in objects_of(stem)} - {*lacking_objects()}
+                self._link("kernels", sorted(objects), glue(of_source(""), sets_of_machine()) + _TEAM_SOURCE, every)
+            shutil.copy(every, part)
+        part.replace(made)
+
+    def _link(self, name: str, objects: Iterable[str], entries: str, output: Path) -> None:
+        source = self._shared / f"{name}.cc"
+        source.write_text(entries)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = [*pool.map(partial(compiled, cache=self._cache), objects)]
+        link([*made, build_object(source, source.with_suffix(".o"))], output)
+
+
+@contextmanager
+def in_set(isa: str) -> Iterator[None]:
+    """Whatever chooses an instruction set chooses this one, if the machine has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLAMA_NPU2_ISA", isa)
+        yield
+
+
+def in_sets(names: Iterable[str], kernel: str = "gemm") -> pytest.MarkDecorator:
+    """Parametrise a test of `teams` and `name`: sets of this machine, and names of a format with what follows it.
+
+    `kernel`: one that the test calls. Compiling the kernels of all formats for all sets takes minutes, so cases are
+    thorough where `_is_usual` says no.
+    """
+    cases = [(isa, name, HOST[format_kernel(kernel, name)]) for isa in machine_isas() for name in names]
+    return pytest.mark.parametrize(
+        "teams, name",
+        [
+            pytest.param(isa, name, marks=() if _is_usual(isa, made) else pytest.mark.thorough)
+            for isa, name, made in cases
+        ],
+        indirect=["teams"],
+    )
+
+
+def _is_usual(isa: str, kernel: Kernel) -> bool:
+    """Whether plain pytest tests a kernel in a set: in each the products of every second format, in the best one of the
+    other formats experts, or products with activations in 8 bits."""
+    if kernel.stored not in _APART:
+        return True
+    rank, number = machine_isas().index(isa), _APART.index(kernel.stored)
+    sources = sorted({each.source for each in HOST.values() if each.stored == kernel.stored and each.host})
+    sources = [source for source in sources if not source.endswith("_lanes")]
+    if (rank + number) % 2 == 0:
+        return kernel.source == sources[0]
+    return rank == 0 and kernel.source == sources[(number // 2 + 1) % len(sources)]
 
 
 def build_object(source: Path, output: Path, *flags: str) -> Path:
@@ -145,25 +227,29 @@ class Call(ctypes.Structure):
 
 
 class Kernels:
-    """The kernels in one instruction set. It is chosen when the object is loaded, so each loads a copy."""
+    """The kernels in one instruction set."""
 
-    def __init__(self, library: Path, isa: str, threads: int = 2):
-        copy = library.with_name(f"kernels-{isa}.so")
-        if not copy.exists():
-            shutil.copy(library, copy)
-        before = os.environ.get("LLAMA_NPU2_ISA")
-        os.environ["LLAMA_NPU2_ISA"] = isa
-        self.lib = ctypes.CDLL(str(copy))
+    def __init__(self, library: Library, isa: str, threads: int = 2):
+        self._library, self._asked = library, isa
+        self._apart: dict[str, ctypes.CDLL] = {}
+        self.lib = self._loaded("")
         self.lib.isa_name.restype = ctypes.c_char_p
         self.isa = self.lib.isa_name().decode()
-        if before is None:
-            del os.environ["LLAMA_NPU2_ISA"]
-        else:
-            os.environ["LLAMA_NPU2_ISA"] = before
         self.lib.team_create.restype = ctypes.c_void_p
         self.lib.team_run.argtypes = [ctypes.c_void_p, ctypes.POINTER(Call), ctypes.c_int64, ctypes.POINTER(Dims)]
         self.lib.team_destroy.argtypes = self.lib.team_threads.argtypes = [ctypes.c_void_p]
         self.team = self.lib.team_create(threads)
+
+    def _loaded(self, source: str) -> ctypes.CDLL:
+        with in_set(self._asked):
+            return ctypes.CDLL(str(self._library.path(self._asked, source)))
+
+    def _entry(self, name: str) -> ctypes.c_void_p:
+        library = self.lib
+        if name in HOST and HOST[name].stored in _APART:
+            source = HOST[name].source
+            library = self._apart.get(source) or self._apart.setdefault(source, self._loaded(source))
+        return ctypes.cast(getattr(library, f"entry_{name}"), ctypes.c_void_p)
 
     def threads(self) -> int:
         return self.lib.team_threads(self.team)
@@ -183,7 +269,7 @@ class Kernels:
                 slots[i] = ctypes.c_void_p(int(value)).value
             else:
                 slots[i] = int(np.float32(value).view(np.uint32))
-        return Call(ctypes.cast(getattr(self.lib, f"entry_{name}"), ctypes.c_void_p), slots)
+        return Call(self._entry(name), slots)
 
     def run(self, *calls: Call) -> None:
         array = (Call * len(calls))(*calls)
@@ -219,7 +305,7 @@ def _all_arguments(kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
 class Teams:
     """Teams of several sizes in one instruction set. A call is done by each of them, with equal bits."""
 
-    def __init__(self, library: Path, isa: str, sizes: Sequence[int]):
+    def __init__(self, library: Library, isa: str, sizes: Sequence[int]):
         self.isa = isa
         self._teams = {threads: Kernels(library, isa, threads) for threads in sizes}
 
