@@ -55,9 +55,10 @@ def stitch(name: str, slots: Sequence[str], parts: Sequence[Part], settled: bool
     block.add_op(func.ReturnOp())
     function = func.FuncOp(name, FunctionType.from_lists(types, []), Region(block))
     stitched = ModuleOp([*channels, *(declared[symbol] for symbol in sorted(declared)), function])
-    stitched.verify()
     if settled and len(analysis.launches(stitched)) % 2:
         toggle_settling(stitched)
+    else:
+        stitched.verify()
     return AirModule(stitched, frozenset().union(*(module.variants for module, _ in parts)))
 
 
@@ -153,8 +154,10 @@ def reserve_channel_names(module: ModuleOp) -> None:
     names = max(_channel_entries(launch) for launch in analysis.launches(module))
     first = module.body.block.first_op
     assert first is not None
-    module.body.block.insert_ops_before([ChannelOp(f"channel_{n}", (1, 1), (1, 1)) for n in range(names)], first)
-    module.verify()
+    reserved = [ChannelOp(f"channel_{n}", (1, 1), (1, 1)) for n in range(names)]
+    module.body.block.insert_ops_before(reserved, first)
+    for channel in reserved:
+        channel.verify()
 
 
 def _channel_entries(launch: LaunchOp) -> int:
