@@ -622,3 +622,17 @@ def test_a_block_is_not_freed_twice() -> None:
     for use in (blocks.release, blocks.share):
         with pytest.raises(ValueError, match="is free"):
             use(block)
+
+
+def test_what_was_asked_for_longest_ago_is_forgotten_first() -> None:
+    pool, texts = BlockPool(3), [[number] * POSITIONS for number in range(3)]
+    tree = PrefixTree(pool, POSITIONS)
+    for text in texts:
+        block = pool.take()
+        assert block is not None
+        tree.insert(text, [block])
+        pool.release(block)
+    (shared,), _ = tree.match(texts[0])
+    pool.release(shared)
+    assert tree.evict()
+    assert [bool(tree.held(text)) for text in texts] == [True, False, True]
