@@ -228,6 +228,7 @@ def family() -> Iterator[None]:
     del known["described"]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= 20 else []) for s in range(200)])
 def test_descriptions(seed: int, tmp_path: Path) -> None:
     """Against the plain decoder, our error in terms of that of one that rounds to bf16."""
@@ -243,6 +244,7 @@ def test_descriptions(seed: int, tmp_path: Path) -> None:
     assert error(ours, exact[places]) <= MOST * error(rounded[places], exact[places]), made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= RUN else []) for s in range(40)])
 def test_descriptions_run(seed: int, artifacts: Path, tmp_path: Path) -> None:
     """On the CPU: a prompt in pieces, tokens, rewinds."""

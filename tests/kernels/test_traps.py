@@ -220,6 +220,7 @@ WRONG_ACTIVATIONS = {
 }
 
 
+@pytest.mark.thorough
 def test_mistakes_in_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mistake moves logits further than bf16 does. Some sinks exceed all scores, and some gates their limit."""
     write(tmp_path / "gpt-oss", "gpt_oss", GPT_OSS, 4)
@@ -286,7 +287,7 @@ def test_spellings_of_gemma() -> None:
     assert parse_config(GEMMA | {"hidden_size": 1152}, "test").decoder.embed_scale == 34.0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv, most", [("bf16", 1.5), ("int8", 3)])
 @pytest.mark.parametrize("width", [17, 130])
 def test_edges_of_a_window(width: int, kv: str, most: float, tmp_path: Path, artifacts: Path) -> None:

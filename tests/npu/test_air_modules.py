@@ -118,6 +118,7 @@ def modules(request: pytest.FixtureRequest) -> tuple[Config, list[Module]]:
     return config, [build_module(program, config.dimensions()) for program in device_programs(grouping, *BUCKETS)]
 
 
+@pytest.mark.sampled(2)
 def test_every_program_is_even(modules: tuple[Config, list[Module]]) -> None:
     """In resets of the array: else its second dispatch begins with the image that its first one ended on, which is not
     loaded again. In steps of every core."""
@@ -126,7 +127,7 @@ def test_every_program_is_even(modules: tuple[Config, list[Module]]) -> None:
         assert all(limits.steady(steps) for steps in core_steps(built.air)), built.program.name
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "grouping, weights", [("separate", "bf16"), ("fused", "bf16"), ("fused", "int4"), ("fused", "int4,w_down=int8")]
 )
@@ -147,6 +148,7 @@ def test_programs_of_other_families(name: str, grouping: str, weights: str) -> N
             assert not air.settles(built.air.module) or config.kv_heads > limits.COLUMNS
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grouping", GROUPINGS)
 def test_no_core_is_told_its_step(grouping: str) -> None:
     """Steps share descriptors, and the compiler tells cores of all these at once: one then waits for ever for what it
@@ -289,6 +291,7 @@ def test_tilings_state_themselves_in_one_line() -> None:
             assert "herd" in str(tiling) and "\n" not in str(tiling)
 
 
+@pytest.mark.thorough
 def test_text_is_the_same_on_every_run() -> None:
     script = (
         "import sys, hashlib; from stages.targets.npu2.modules import build_module\n"

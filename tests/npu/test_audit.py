@@ -48,6 +48,7 @@ def test_what_the_module_says_passes(tmp_path: Path) -> None:
     assert (found.resets, found.launches, found.settled, found.in_flight, found.notes) == (2, 2, True, 1, [])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grouping", ["fused", "separate"])
 def test_every_program_of_the_model_passes(grouping: str) -> None:
     for program in device_programs(grouping, 128):

@@ -146,6 +146,7 @@ def test_a_range_is_what_independent_errors_leave_open() -> None:
     assert [swing.rate for swing in alone.swings] == ["ddr_gbps"] and alone.high < found["a"].high
 
 
+@pytest.mark.thorough
 def test_an_estimate_with_other_rates_is_the_one_made_with_them() -> None:
     slow = replace(MACHINE, ddr_gbps=5.0, configuration_us=100, host_read_gbps=3.0)
     made, moved = Estimate(LLAMA, "fused", [128], slow), Estimate(LLAMA, "fused", [128], MACHINE).at(slow)
@@ -250,6 +251,7 @@ def test_a_tile_function_without_a_cost_is_refused() -> None:
         time_of(gemv.build(tiling), {"gemv_step": Cost(), "gemv_out": Cost()})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grouping", ["separate", "fused"])
 def test_a_programs_rows_are_its_described_launches(grouping: str) -> None:
     estimate = Estimate(LLAMA, grouping, [512], MACHINE)
@@ -267,7 +269,7 @@ def test_a_programs_rows_are_its_described_launches(grouping: str) -> None:
 # a token, a prompt
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_token_moves_hardly_more_than_the_weights(model: str) -> None:
     moved, weights = Estimate(MODELS[model], "fused", [128], MACHINE).traffic()
@@ -320,6 +322,7 @@ def test_a_token_is_its_calls_submissions_and_host_work() -> None:
     assert deeper == pytest.approx(16 * 1024 * 2 * 512 * 2 / (MACHINE.host_read_gbps * GBPS))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("matmul", ["bfp16", "bf16"])
 @pytest.mark.parametrize("copy_gbps", [MACHINE.host_copy_gbps, 0.001])
 def test_what_the_host_does_beside_the_array_counts_as_far_as_it_is_longer(matmul: str, copy_gbps: float) -> None:
@@ -516,7 +519,7 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
     return tiling.variant, function, arguments[function], tiling.costs[function].vectors + fed
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "case",
     [

@@ -75,6 +75,7 @@ FEED_FORWARDS = [(256, 512), (576, 1536), (960, 2560), (64, 288), (80, 736), (20
 """Widths of rows, and inside."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("cols, inner", [*FEED_FORWARDS[:5], pytest.param(*FEED_FORWARDS[5], marks=pytest.mark.slow)])
 def test_a_feed_forward_network_in_shares_comes_back(form: Format, cols: int, inner: int) -> None:
@@ -119,6 +120,7 @@ def test_chunks_fit_and_are_few(form: Format, rows: int, cols: int) -> None:
         assert 8 * found.panel_bytes / found.lanes / cols <= 1.06 * bits
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 @pytest.mark.parametrize("name", ["demo", "llama-3.2-1b", "smollm2-135m", "llama-3.1-8b", "wide"])
 def test_programs_of_tokens_keep_to_the_limits(name: str, weights: str) -> None:
@@ -199,6 +201,7 @@ def test_the_host_unpacks_parts_of_joined_matrices(kernels: Kernels, form: Forma
         scalars(f"{form.name}_unpack", out_cols=64, cols=cols, first=8, rows=192, to=0, apart=1)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("emb, ffn", FEED_FORWARDS[:5])
 def test_the_host_unpacks_a_feed_forward_network_in_shares(kernels: Kernels, form: Format, emb: int, ffn: int) -> None:
@@ -312,7 +315,7 @@ def test_products_of_the_array(form: Format, rows: int, cols: int) -> None:
     assert_close(product(form, rounded, x), want, ULP / 2 * np.abs(want) + error(form, rounded, x))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize(
     "rows, cols, scalars", [(48, 576, USUAL), (96, 736, GEMMAS), (1024, 256, USUAL), (32, 4096, USUAL)]
@@ -331,7 +334,7 @@ def test_products_with_norm_or_residual(form: Format, rows: int, cols: int, scal
     np.testing.assert_array_equal(got, product(form, rounded, row, residual, kernel="gemv_bias"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("rows, cols", [(48, 576), (96, 736)])
 def test_products_with_bias(form: Format, rows: int, cols: int) -> None:
@@ -358,7 +361,7 @@ def test_a_bias_without_room_is_added_afterwards() -> None:
     np.testing.assert_array_equal(got, add.reference(bias, exact))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("rows, cols, scalars", [(48, 576, USUAL), (256, 256, GEMMAS), (32, 4096, USUAL)])
 def test_swiglu_of_the_array(form: Format, rows: int, cols: int, scalars: Scalars) -> None:
@@ -384,6 +387,7 @@ def swiglu_part(form: Format, rounded: np.ndarray, x: np.ndarray, lanes: int) ->
     return execute(grouped_gemv.build(tiling), packed, x, empty(len(rounded)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_logits_of_the_array(form: Format) -> None:
     rounded, x = stored(form, 1030, 256), np.random.default_rng(1).standard_normal(256).astype(bfloat16)
@@ -393,6 +397,7 @@ def test_logits_of_the_array(form: Format) -> None:
     assert_close(got[:1030], want, error(form, rounded, x))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_groups_of_inputs_have_scales_of_their_own(form: Format) -> None:
     """Large, small and no inputs beside one another: each group is off by its own unit, and zeros are zeros."""
@@ -445,7 +450,7 @@ def test_the_array_reads_every_number_and_scale() -> None:
         np.testing.assert_array_equal(product(form.FORMAT, rounded, x), form.FORMAT.dequantise(rounded, 64)[:, 37])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize(
     "cols, inner, scalars", [(256, 512, USUAL), (576, 1536, USUAL), (64, 288, USUAL), (80, 736, GEMMAS)]
@@ -472,7 +477,7 @@ def test_a_feed_forward_network_of_the_array(form: Format, cols: int, inner: int
     assert np.std(got - want) < 0.01 * np.std(want), "far from the bound, errors are small"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("cols, inner, scalars", [(80, 736, GEMMAS), (576, 1536, USUAL)])
 def test_a_feed_forward_network_between_norms(form: Format, cols: int, inner: int, scalars: Scalars) -> None:

@@ -203,6 +203,7 @@ def test_objects_of_a_kernel_are_what_modules_ask_for(tools: Path, module: Path,
     assert objects_of(module, tmp_path, "aie2p/rope") == [], "nothing asks for it"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grouping", GROUPINGS)
 def test_every_program_gets_options_that_aircc_has(tools: Path, grouping: str) -> None:
     del tools
@@ -375,7 +376,7 @@ FAILURES: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_failure_is_one_line_and_leaves_the_log(
     tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
@@ -504,6 +505,7 @@ NAMELESS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("why", NAMELESS)
 def test_a_kernel_that_cannot_be_renamed_stays_main(
     tools: Path, module: Path, tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch

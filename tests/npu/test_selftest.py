@@ -26,9 +26,11 @@ from llama_npu2.devices.sim import SimProgram
 from llama_npu2.devices.xrt import session
 from stages.engine.places import CONFIG
 from stages.estimate.constants import Machine, constants
+from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.model.families import read_config
 from stages.model.grouping import programs
-from stages.proof.selftest import faults, ladder, measure, raw, report
+from stages.proof.selftest import faults, graph, ladder, measure, raw, report
 from stages.proof.selftest.faults import FAULTS, Fault, cause_of, fault
 from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outcome, Rung, Setup, run_ladder
 from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
@@ -37,7 +39,7 @@ from stages.proof.selftest.trial import DISPATCHES, judge
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.levels import VARIABLE
 from stages.targets.npu2.toolchain import Npu
-from tests.conftest import A_LLAMA, ROOT, build, doit, ran
+from tests.conftest import A_LLAMA, ROOT, build, doit, ran, unfinished
 from tests.npu import test_npu2_build
 from tests.support import pyxrt_standin
 from tests.support.npu_tools import forget_tools
@@ -47,9 +49,8 @@ BUCKETS = (64, 128)
 
 
 @pytest.fixture(scope="session")
-def simulated(artifacts: Path) -> Path:
+def simulated(artifacts: Path, model: Path) -> Path:
     """`artifacts` with the probes and the demo model for the simulator."""
-    build("demo", artifacts, target="npu2-sim", buckets="64,128")
     run = doit("probe:manifest", f"artifacts={artifacts}", "target=npu2-sim", "npu.buckets=64,128")
     assert run.returncode == 0, run.stdout + run.stderr
     made = artifacts / "selftest/npu2-sim"
@@ -59,12 +60,41 @@ def simulated(artifacts: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def on_npu(simulated: Path) -> Setup:
+def model(artifacts: Path) -> Path:
+    return build("demo", artifacts, target="npu2-sim", buckets="64,128")
+
+
+@pytest.fixture(scope="session")
+def on_npu(simulated: Path, model: Path) -> Setup:
     """What the stand-in takes for artifacts of `npu2`."""
-    opened = [Manifest.open(simulated / name / "npu2-sim") for name in ("selftest", "demo")]
-    config = read_config(opened[1].directory / CONFIG)
-    made = programs(config, GROUPINGS["fused"], BUCKETS)
-    return Setup(*map(as_npu2, opened), config, made, threads=1, repeats=1)
+    return setup(simulated / "selftest/npu2-sim", model)
+
+
+def setup(made: Path, model: Path) -> Setup:
+    opened = [Manifest.open(directory) for directory in (made, model)]
+    config = read_config(model / CONFIG)
+    return Setup(*map(as_npu2, opened), config, programs(config, GROUPINGS["fused"], BUCKETS), threads=1, repeats=1)
+
+
+TRIED = ("add", "rope_kv", "silu_and_mul", "gemm_kv")
+"""Tile functions of a short climb."""
+
+
+@pytest.fixture(scope="session")
+def few(model: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    """With the probes that a short climb reaches for."""
+    root = tmp_path_factory.mktemp("few")
+    shutil.copytree(artifacts / ".cache", root / ".cache", ignore=unfinished)
+    given = {"model": "demo", "artifacts": str(root), "target": "npu2-sim", "npu.buckets": "64,128"}
+    made = graph.Probes(Build(parse_options(given)))
+    with pytest.MonkeyPatch.context() as patch:
+        names = (measure.BASE, "rms_norm", "rate_add", *TRIED)
+        patch.setattr(graph, "probes", lambda: {name: probes()[name] for name in names})
+        with made.project.lock:
+            for step in made.steps.values():
+                assert step.run() is None, step.name
+            made.finish()
+    return setup(made.directory, model)
 
 
 def as_npu2(manifest: Manifest) -> Manifest:
@@ -74,16 +104,15 @@ def as_npu2(manifest: Manifest) -> Manifest:
 
 
 @pytest.fixture
-def short(on_npu: Setup, monkeypatch: pytest.MonkeyPatch) -> Setup:
+def short(few: Setup, monkeypatch: pytest.MonkeyPatch) -> Setup:
     """Without the rungs that take long and which a test does not reach for."""
     monkeypatch.setattr(measure, "TIMED", ())
-    few = [probes()[name] for name in ("add", "rope_kv", "silu_and_mul", "gemm_kv")]
-    monkeypatch.setattr(ladder, "tile_functions", lambda: few)
-    return on_npu
+    monkeypatch.setattr(ladder, "tile_functions", lambda: [probes()[name] for name in TRIED])
+    return few
 
 
 @pytest.fixture(autouse=True)
-def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _clean(only_new_objects_are_collected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(session.tempfile, "gettempdir", lambda: str(tmp_path))
     yield
     gc.collect()
@@ -107,28 +136,41 @@ def results(found: Outcome) -> dict[str, set[str]]:
 # Right
 
 
-def test_all_rungs_hold(on_npu: Setup) -> None:
+def climbed(setup: Setup) -> Outcome:
+    """All rungs hold, in order."""
     install()
     said: list[Rung] = []
-    found = run_ladder(on_npu, said.append)
+    found = run_ladder(setup, said.append)
     assert said == found.rungs
     assert found.failed is None, found.failed
     expected = {name: {PASSED} for name in (faults.DEVICE, faults.CONTEXT, faults.KERNEL, faults.TILE, faults.LISTS)}
-    expected |= {name: {PASSED} for name in (faults.SWITCH, faults.TIMES, faults.HEAP, faults.PROGRAM, faults.LAYER)}
+    times = {faults.TIMES: {PASSED}} if measure.TIMED else {}
+    expected |= {faults.SWITCH: {PASSED}} | times | {n: {PASSED} for n in (faults.HEAP, faults.PROGRAM, faults.LAYER)}
     expected |= {faults.PROMPT: {PASSED}, faults.TOKEN: {PASSED}, faults.WATCHDOG: {SKIPPED}}
     assert list(results(found)) == list(expected), "in this order"
     assert results(found) == expected
+    assert found.observed["heap"]["runs"] > 100
+    assert found.observed["programs"].keys() == {
+        *("prefill_attend.64", "prefill_up.64", "prefill_down.64"),
+        *("rms_gemv_rope", "decode_layer", "decode_last"),
+    }
+    return found
+
+
+def test_rungs_hold(short: Setup) -> None:
+    found = climbed(short)
+    assert {rung.what.partition(":")[0] for rung in found.rungs if rung.rung == faults.TILE} == {*TRIED}
+
+
+@pytest.mark.thorough
+def test_rungs_of_every_probe_hold(on_npu: Setup) -> None:
+    found = climbed(on_npu)
     tried = {rung.what.partition(":")[0] for rung in found.rungs if rung.rung == faults.TILE}
     kernels = {"add", "rms_norm", "silu_and_mul", "rope", "rope_kv", "gemv", "gemv_f32", "gemm", "gemm_kv"}
     assert tried >= kernels | {"flash_attention", "gemm_bfp16"}
     assert found.times.keys() == set(measure.TIMED)
     # Of the simulator's times, of which some differences may be lost in the noise.
     assert "ddr_gbps" in found.measured
-    assert found.observed["heap"]["runs"] > 100
-    assert found.observed["programs"].keys() == {
-        *("prefill_attend.64", "prefill_up.64", "prefill_down.64"),
-        *("rms_gemv_rope", "decode_layer", "decode_last"),
-    }
 
 
 def test_every_kernel_of_the_array_is_tried() -> None:
@@ -139,6 +181,7 @@ def test_every_kernel_of_the_array_is_tried() -> None:
     assert tried == used
 
 
+@pytest.mark.thorough
 def test_the_simulator_climbs_what_it_can(simulated: Path) -> None:
     run = doit("selftest", f"artifacts={simulated}", "target=npu2-sim", "npu.buckets=64,128", "repeats=1")
     assert run.returncode == 0, run.stdout + run.stderr
@@ -332,6 +375,7 @@ BREAKS: dict[str, tuple[dict[str, Any], Inject | None, str, str, str]] = {
 }
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_fault_is_named(short: Setup, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     switches, inject, rung, cause, detail = BREAKS[name]
@@ -365,6 +409,7 @@ LISTS: dict[str, tuple[dict[str, Any], Inject, str]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LISTS)
 def test_run_lists_can_be_done_without(short: Setup, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     switches, inject, cause = LISTS[name]
@@ -424,6 +469,7 @@ def test_watchdog_bites_where_it_must(risky: Setup, monkeypatch: pytest.MonkeyPa
     assert "15 runs, ended after" in seen["command_of_3_s"]
 
 
+@pytest.mark.thorough
 def test_watchdog_bites_too_early(risky: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     no_list(monkeypatch, ENDED, 4)
@@ -637,17 +683,20 @@ def test_report_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fakes(tmp_path: Path, simulated: Path) -> dict[str, str]:
+def fakes(tmp_path: Path, few: Setup) -> dict[str, str]:
+    return everything(tmp_path / "fakes", few)
+
+
+def everything(root: Path, setup: Setup) -> dict[str, str]:
     """An environment with everything that builds for the NPU, and with bindings."""
-    root = tmp_path / "fakes"
     (root / "simulated").mkdir(parents=True)
-    for name in ("demo", "selftest"):
-        for library in (simulated / name / "npu2-sim/elf").iterdir():
-            os.link(library, root / "simulated" / library.name)
-    made = test_npu2_build.install(
+    for made in (setup.probes, setup.model):
+        for library in (made.directory / "elf").iterdir():
+            shutil.copy(library, root / "simulated" / library.name)
+    made_tools = test_npu2_build.install(
         root, test_npu2_build.FAKE_PEANO, test_npu2_build.FAKE_AIRCC, test_npu2_build.FAKE_AIRCC
     )
-    return made | {"SIMULATED": str(root / "simulated")}
+    return made_tools | {"SIMULATED": str(root / "simulated")}
 
 
 def bindings(checkout: Path, tmp_path: Path, **switches: Any) -> dict[str, str]:
@@ -660,8 +709,9 @@ COMMAND = ("selftest", "model=models/demo", "target=npu2", "npu.buckets=64", "re
 
 
 @pytest.mark.thorough
-def test_probes_travel(built: Path, fakes: dict[str, str], tmp_path: Path) -> None:
+def test_probes_travel(built: Path, on_npu: Setup, tmp_path: Path) -> None:
     """Built by the tools, copied into a checkout on a machine that has none: nothing is built, the ladder climbs."""
+    fakes = everything(tmp_path / "fakes", on_npu)
     first = doit(*COMMAND, cwd=built, env=fakes | bindings(built, tmp_path))
     assert {"probe:module:add", "probe:object:aie2p/gemm", "probe:elf:stream_16", "probe:manifest"} <= ran(first)
     assert "no check failed" in first.stdout

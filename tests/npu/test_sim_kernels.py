@@ -59,6 +59,7 @@ def execute_two(made: AirModule, *arrays: np.ndarray) -> list[np.ndarray]:
 SHAPES = [(128, 256), (1, 2048), (128, 576), (1, 960), (24, 48)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows, cols", SHAPES)
 def test_add(rows: int, cols: int) -> None:
     a, b = random(rows, cols, seed=1), random(rows, cols, seed=2)
@@ -66,6 +67,7 @@ def test_add(rows: int, cols: int) -> None:
     assert (got == add.reference(a, b)).all(), "one f32 addition and one rounding leave no room"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows, cols, activation", [(64, 768, 0), (1, 1536, 1), (8, 48, 1), (3, 32, 0)])
 def test_silu_and_mul(rows: int, cols: int, activation: int) -> None:
     gate, up = random(rows, cols, seed=3, scale=4), random(rows, cols, seed=4)
@@ -95,6 +97,7 @@ def test_activation_of_every_number(activation: int) -> None:
     assert_close(got, exact, ULP / 2 * (1 + part + 2.0**-4) * np.abs(exact) + NO_SILU)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows, cols, taps", [(1, 256, 3), (16, 256, 3), (1, 48, 4), (24, 96, 2), (2, 1536, 5)])
 def test_short_conv(rows: int, cols: int, taps: int) -> None:
     """The host's bits. The rows before are those of the history, and nothing but the new ones is written."""
@@ -107,7 +110,7 @@ def test_short_conv(rows: int, cols: int, taps: int) -> None:
     assert (out.view(np.uint16) == want.view(np.uint16)).all()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offset, once", [(0.0, 0), (1.0, 1), (1.0, 0), (0.0, 1)])
 @pytest.mark.parametrize("rows, cols, scale", [(128, 256, 3.0), (1, 576, 3.0), (8, 48, 3.0), (8, 64, 0.003)])
 def test_rms_norm(rows: int, cols: int, scale: float, offset: float, once: int) -> None:
@@ -121,6 +124,7 @@ def test_rms_norm(rows: int, cols: int, scale: float, offset: float, once: int) 
     assert_close(got, want, (1 if once else 2) * ULP * magnitude(want))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows, cols, offset, once", [(128, 2560, 1.0, 1), (1, 576, 1.0, 1), (24, 48, 0.0, 0)])
 def test_norm_add(rows: int, cols: int, offset: float, once: int) -> None:
     """To the bit what norm and sum make one after another; also in several steps."""
@@ -142,6 +146,7 @@ def head_weights(head_dim: int, count: int, norm: rms_norm.Norm | None) -> list[
     return [random(head_dim, seed=40 + which, scale=2.0) for which in range(count)] if norm else []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "window, heads, kv_heads, head_dim, scores, norm",
     [
@@ -208,7 +213,7 @@ def token_table(position: int, head_dim: int) -> np.ndarray:
     return table
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", [None, *NORMS], ids=["plain", "norm", "norm once"])
 @pytest.mark.parametrize(
     "rows, heads, head_dim, out",
@@ -269,6 +274,7 @@ def run_gemm(tiling: gemm.Tiling, x: np.ndarray, weight: np.ndarray) -> np.ndarr
     return halves[:, :, 1].reshape(tiling.rows, -1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "rows, cols, out_cols, options, x_chunk",
     [
@@ -293,6 +299,7 @@ def test_gemm(rows: int, cols: int, out_cols: int, options: dict, x_chunk: int |
     assert_close(got, want, product_bound(x, weight, want))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kernel, sizes",
     [
@@ -335,6 +342,7 @@ def in_block_float(values: np.ndarray) -> np.ndarray:
     return bfp16.dequantise(bfp16.quantise(values), values.shape[1]).astype(bfloat16)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "rows, cols, out_cols, options",
     [
@@ -355,6 +363,7 @@ def test_gemm_in_block_floating_point(rows: int, cols: int, out_cols: int, optio
     assert (want != gemm.reference(x, weight)).mean() > 0.3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bfp16", [False, True])
 @pytest.mark.parametrize("rows, cols, out_cols", [(64, 64, 32), (128, 240, 144)])
 def test_gemm_swiglu(rows: int, cols: int, out_cols: int, bfp16: bool) -> None:
@@ -370,6 +379,7 @@ def test_gemm_swiglu(rows: int, cols: int, out_cols: int, bfp16: bool) -> None:
     assert got.tobytes() == execute(made, *alone, empty(rows, out_cols)).tobytes()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "out_cols, cols, dtype, blocked",
     [
@@ -403,12 +413,14 @@ ATTENTION = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seq, window, heads, kv_heads, dim, pos, scale", ATTENTION)
 def test_flash_attention(seq: int, window: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float) -> None:
     """From any position on."""
     attend(seq, window, heads, kv_heads, dim, pos, scale)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sees, pos", [(1, 0), (17, 90), (63, 0), (64, 37), (65, 128), (130, 0)])
 def test_flash_attention_over_the_last_positions(sees: int, pos: int) -> None:
     """Windows that end inside tiles of keys, at their ends and behind them."""
@@ -461,6 +473,7 @@ def test_a_query_that_is_no_number_has_no_result() -> None:
     assert out.tobytes() == good.tobytes()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sees", [None, 50])
 def test_attention_gives_the_same_bytes_through_every_window(sees: int | None) -> None:
     """Also for fewer rows at a time, from any position on."""

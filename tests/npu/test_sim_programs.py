@@ -157,6 +157,7 @@ def test_separate_attention(pos: int) -> None:
     check("separate", "flash_attn", TINY, ("attn_out",), pos=pos)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [TINY, ODD], ids=["tiny", "odd"])
 def test_a_prompt_goes_on_from_any_position(config: Config) -> None:
     check("fused", "prefill_attend", config, ("kv", "res1"), pos=101)

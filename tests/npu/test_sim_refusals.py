@@ -550,6 +550,7 @@ def _attention() -> tuple[ModuleOp, list[np.ndarray], np.ndarray]:
     return module, [q, kv, np.zeros((32, 128), bfloat16)], want
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [_add, _gemm, _gemv, _attention], ids=lambda c: c.__name__[1:])
 def test_a_wrong_tile_offset_fails(case: Callable[[], tuple[ModuleOp, list[np.ndarray], np.ndarray]]) -> None:
     """Every DMA of a kernel in turn, moved by one 8-element block: refused, or the numbers are far off."""

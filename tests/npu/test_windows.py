@@ -43,6 +43,7 @@ def edges(sees: int, tile: int) -> list[int]:
     return sorted({0, *(at for at in beside if 0 <= at < POSITIONS), POSITIONS - 1})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads, kv_heads, dim, sees", SHAPES)
 def test_a_token_sees_its_window_to_the_bit(heads: int, kv_heads: int, dim: int, sees: int) -> None:
     """A view gives the bytes that the whole cache gives. One that begins a tile beside, or a window that is one

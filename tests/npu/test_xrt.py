@@ -121,7 +121,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _clean(lock: Path) -> Iterator[None]:
+def _clean(only_new_objects_are_collected: None, lock: Path) -> Iterator[None]:
     yield
     gc.collect()
     world = pyxrt_standin.WORLD
@@ -468,6 +468,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("switches", "message"), FAULTS, ids=lambda value: str(value)[:30])
 def test_fault_is_one_line_and_leaks_nothing(
     simulated: Path, programs: Path, switches: dict[str, Any], message: str
@@ -619,6 +620,7 @@ def expected(simulated: Path) -> list[int]:
     return _tokens(simulated)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("switches", [{}, {"runlist": False}, {"version": "2.21.75"}], ids=str)
 def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], switches: dict[str, Any]) -> None:
     install(**switches)
@@ -734,6 +736,7 @@ def test_a_trace_shows_what_the_simulators_does(npu2: Path, simulated: Path, exp
         assert [name for name in slots if found[name] != slots[name]] == [], call
 
 
+@pytest.mark.thorough
 def test_a_fault_of_the_array_is_named(npu2: Path, artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any) -> None:
         raise UserError("launches alone")
@@ -768,6 +771,7 @@ def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_p
     assert {token["to_device"] + token["from_device"] for token in others[1:]} == {crossing}
 
 
+@pytest.mark.thorough
 def test_a_second_copy_is_made_once(artifacts: Path, tmp_path: Path) -> None:
     """A prompt is one submission then, in which nothing of weights crosses."""
     simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
@@ -791,6 +795,7 @@ def test_a_second_copy_is_made_once(artifacts: Path, tmp_path: Path) -> None:
     assert sent[1] == sent[2]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("second_copy", [False, True])
 def test_what_is_locked_is_what_the_estimate_says(artifacts: Path, tmp_path: Path, second_copy: bool) -> None:
     given = {"model": "demo", "weights": "int4", "npu.buckets": "64", "artifacts": str(artifacts)}
@@ -846,6 +851,7 @@ def test_demo_within_the_limits(simulated: Path, expected: list[int], tmp_path: 
     assert world.counts["heap"] < 32 * MIB
 
 
+@pytest.mark.thorough
 def test_bench_measures_what_the_context_holds(
     npu2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -957,6 +963,7 @@ def test_host_library_that_does_not_load(npu2: Path, tmp_path: Path) -> None:
     assert re.fullmatch(r"error: .*host.so cannot be loaded \(.*\): rebuild it with doit compile\n", run.stderr)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("switches", "message"),
     [

@@ -166,6 +166,7 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
         opened(tmp_path / "model", "none", tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_changed_adapter_rebuilds_weights_alone(built: Path) -> None:
     adapter = write_adapter(built / "lora", built / "model")
     command = ("compile", "model=model", "lora=lora:0.5")

@@ -30,10 +30,6 @@ def objects(stem: str) -> set[str]:
     return {f"object:{name}" for name in objects_of(stem)}
 
 
-def test_second_run_does_nothing(built: Path) -> None:
-    assert ran(doit(*COMPILE, cwd=built)) == set()
-
-
 def test_touching_every_file_rebuilds_nothing(built: Path) -> None:
     for path in built.rglob("*"):
         os.utime(path, (time.time() + 60, time.time() + 60))
@@ -41,22 +37,25 @@ def test_touching_every_file_rebuilds_nothing(built: Path) -> None:
 
 
 def test_comment_recompiles_one_object_and_stops(built: Path) -> None:
-    source = built / "kernel_src/cpu/rope.cc"
+    source = built / "kernel_src/cpu/embed.cc"
     source.write_text(source.read_text() + "\n// a comment\n")
-    assert ran(doit(*COMPILE, cwd=built)) == objects("rope")
+    assert ran(doit(*COMPILE, cwd=built)) == objects("embed")
 
 
 def test_changed_kernel_relinks_only_its_users(built: Path) -> None:
-    source = built / "kernel_src/cpu/rope.cc"
+    source = built / "kernel_src/cpu/embed.cc"
     source.write_text("__attribute__((used)) static int added_for_a_test() { return 7; }\n" + source.read_text())
-    relinked = {"elf:rms_gemms_rope", "elf:rms_gemv_rope", "manifest"}
-    assert ran(doit(*COMPILE, cwd=built)) == objects("rope") | relinked
+    assert ran(doit(*COMPILE, cwd=built)) == objects("embed") | {"elf:host", "manifest"}
 
 
-def test_changed_header_recompiles_its_readers(built: Path) -> None:
-    header = built / "kernel_src/cpu/norm.h"
-    header.write_text(header.read_text() + "\n// a comment\n")
-    assert ran(doit(*COMPILE, cwd=built)) == objects("rms_norm") | objects("rope")
+@pytest.mark.parametrize(
+    ("header", "readers"),
+    [("scale_row.h", {"embed"}), pytest.param("norm.h", {"rms_norm", "rope"}, marks=pytest.mark.thorough)],
+)
+def test_changed_header_recompiles_its_readers(built: Path, header: str, readers: set[str]) -> None:
+    path = built / "kernel_src/cpu" / header
+    path.write_text(path.read_text() + "\n// a comment\n")
+    assert ran(doit(*COMPILE, cwd=built)) == set().union(*map(objects, readers))
 
 
 def test_headers_of_generated_source_are_inputs_too(built: Path) -> None:
@@ -90,17 +89,12 @@ def test_changed_rotation_repacks_the_tables(built: Path) -> None:
 
 
 def test_changed_shape_regenerates_programs_but_compiles_no_kernel(built: Path) -> None:
-    write_checkpoint(built / "model", intermediate_size=128)
+    write_checkpoint(built / "model", intermediate_size=128, num_hidden_layers=1)
     tasks = ran(doit(*COMPILE, cwd=built))
     assert {"module:o_ffn", "elf:o_ffn", "elf:o_gemv_ffn", "weights", "manifest"} <= tasks
     assert not any(task.startswith("object:") for task in tasks)
     assert "elf:rms_gemms_rope" not in tasks, "its source does not depend on the feed-forward width"
-
-
-def test_fewer_layers_leave_no_stale_blob(built: Path) -> None:
-    write_checkpoint(built / "model", num_hidden_layers=1)
-    ran(doit(*COMPILE, cwd=built))
-    assert not (built / BUILT / "weights/layer_001.safetensors").exists()
+    assert not (built / BUILT / "weights/layer_001.safetensors").exists(), "a layer that is no more"
 
 
 def test_changed_stage_code_reruns_that_stage(built: Path) -> None:
@@ -118,6 +112,7 @@ def test_an_edited_tiling_compiles_nothing(built: Path) -> None:
     assert tasks and not [task for task in tasks if task != "plan" and not task.startswith("module:")]
 
 
+@pytest.mark.thorough
 def test_a_role_edited_in_a_description_changes_the_manifest(built: Path) -> None:
     """And syncs, which follow roles, with it; the program itself stays."""
     family = built / "stages/model/parts/builders.py"
@@ -173,13 +168,13 @@ def test_a_receipt_cannot_remove_what_is_not_its_directory_s(built: Path) -> Non
     victim = built / "artifacts/victim"
     victim.write_text("keep me")
     receipts = built / BUILT / "build/receipts"
-    for label in ("../../victim", str(victim)):
-        receipt = json.loads((receipts / "elf-o_ffn.json").read_text()) | {"outputs": {label: "0"}}
-        del receipt["xxh3"]
-        (receipts / "elf-vanished.json").write_text(json.dumps(receipt))
-        (receipts / "weights.json").write_text(json.dumps(receipt))
-        assert doit(*COMPILE, cwd=built).returncode == 0
-        assert victim.read_text() == "keep me"
+    receipt = json.loads((receipts / "elf-o_ffn.json").read_text())
+    del receipt["xxh3"]
+    receipt["outputs"] = dict.fromkeys(("../../victim", str(victim)), "0")
+    for name in ("elf-vanished", "weights"):
+        (receipts / f"{name}.json").write_text(json.dumps(receipt))
+    assert doit(*COMPILE, cwd=built).returncode == 0
+    assert victim.read_text() == "keep me"
 
 
 def test_a_receipt_cannot_have_a_directory_read(built: Path) -> None:
@@ -202,6 +197,7 @@ for step in Build(parse_options({"artifacts": sys.argv[3]})).steps.values():
 """
 
 
+@pytest.mark.thorough
 def test_steps_do_not_depend_on_the_working_directory(built: Path, tmp_path: Path) -> None:
     """Kernels, the demo model and objects are found from anywhere."""
     command = [sys.executable, "-c", STEPS_FROM_ELSEWHERE, built, built / "runtime", built / "artifacts"]
@@ -223,11 +219,12 @@ def test_every_damaged_artifact_is_repaired(built: Path) -> None:
         else:
             data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
             path.write_bytes(data)
-        if number % 12 == 11 or number == len(whole) - 1:
+        if number % 80 == 79 or number == len(whole) - 1:
             ran(doit(*COMPILE, cwd=built))
             assert snapshot(built / BUILT) == whole, f"after damage up to {name}"
 
 
+@pytest.mark.thorough
 def test_flip_that_keeps_size_and_mtime_is_repaired(built: Path) -> None:
     path = built / BUILT / "weights/layer_000.safetensors"
     whole, status = path.read_bytes(), path.stat()
@@ -250,6 +247,7 @@ def test_new_compiler_version_recompiles(built: Path, tmp_path: Path) -> None:
     assert re.fullmatch(changed, said["object:cpu/gemm.portable"]) and re.match(changed, said["elf:o_ffn"])
 
 
+@pytest.mark.thorough
 def test_why_names_what_was_edited(built: Path) -> None:
     """Functions, classes, imports; headers; the checkpoint's files; what comes behind whom; and says so without
     running anything."""
@@ -333,6 +331,7 @@ def test_two_builds_of_different_kinds_do_not_mix(built: Path) -> None:
     assert {name.split(".")[1] for name in manifest["programs"] if "." in name} == buckets
 
 
+@pytest.mark.thorough
 def test_parallel_build_is_identical(built: Path) -> None:
     serial = snapshot(built / BUILT)
     shutil.rmtree(built / BUILT)
@@ -340,15 +339,15 @@ def test_parallel_build_is_identical(built: Path) -> None:
     assert snapshot(built / BUILT) == serial
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.thorough)])
 def test_killed_builds_are_finished_by_the_next(kills: int, built: Path) -> None:
     """kill -9 at random moments of a build, then one compile: byte-identical to an undisturbed one. Nothing is there
-    but most objects, so that the moments are spread over all steps; a few kernels are compiled."""
+    but most objects, so that the moments are spread over all steps; one kernel is compiled."""
     undisturbed = snapshot(built / BUILT)
 
     def remove() -> None:
         shutil.rmtree(built / BUILT)
-        for path in (built / "artifacts/.cache/objects").glob("r*"):
+        for path in (built / "artifacts/.cache/objects").glob("rope.*"):
             path.unlink()
 
     remove()
@@ -375,6 +374,7 @@ def test_killed_builds_are_finished_by_the_next(kills: int, built: Path) -> None
     assert ran(doit(*COMPILE, cwd=built)) == set()
 
 
+@pytest.mark.thorough
 def test_programs_of_the_same_shapes_are_linked_once(built: Path, tmp_path: Path) -> None:
     """A fine-tune has the programs of its model; one that was altered in the cache is linked again."""
     write_checkpoint(built / "tuned", seed=1)

@@ -79,15 +79,19 @@ def found(build: Build, change: Callable[[Llama], object] = lambda llm: None) ->
         return diagnose(build, llm)
 
 
-def test_no_fault_is_found_where_there_is_none(host: Build, array: Build, odd: Path, artifacts: Path) -> None:
-    for one in (host, array, built(odd, artifacts, weights="int4", kv="int8")):
-        report = found(one)
-        assert report.passed and not report.layers and NO_PACKAGES in report.without_layers, report.verdict
-        assert (
-            report.verdict
-            == f"diagnose: no fault found: all {len(report.findings)} launches agree with their references"
-        )
-        assert all(finding.elements for finding in report.findings)
+@pytest.fixture(scope="module")
+def grouped(odd: Path, artifacts: Path) -> Build:
+    return built(odd, artifacts, weights="int4", kv="int8")
+
+
+@pytest.mark.parametrize("which", ["host", "array", pytest.param("grouped", marks=pytest.mark.thorough)])
+def test_no_fault_is_found_where_there_is_none(which: str, request: pytest.FixtureRequest) -> None:
+    report = found(request.getfixturevalue(which))
+    assert report.passed and not report.layers and NO_PACKAGES in report.without_layers, report.verdict
+    assert (
+        report.verdict == f"diagnose: no fault found: all {len(report.findings)} launches agree with their references"
+    )
+    assert all(finding.elements for finding in report.findings)
 
 
 @pytest.mark.parametrize("fault", ON_HOST, ids=str)

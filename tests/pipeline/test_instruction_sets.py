@@ -40,30 +40,24 @@ def compiled_sets(steps: set[str]) -> set[str]:
 
 
 @needs_several
-def test_a_reply_compiles_for_this_machine_and_compile_adds_the_rest(project: Path, fresh: Path) -> None:
+def test_a_reply_compiles_for_this_machine_and_a_file_for_others_adds_the_rest(project: Path, fresh: Path) -> None:
+    """As doit compile does at once."""
     assert compiled_sets(ran(doit(*ANSWER, cwd=fresh))) == {*sets_used_here()} != {*all_sets()}
     here = fresh / BUILT
     assert sets_in(here) == [*sets_used_here()]
     before = snapshot(here)
 
-    steps = ran(doit(*COMPILE, cwd=fresh))
+    steps = ran(doit("export", *COMPILE[1:], "output=model.pyz", cwd=fresh))
     assert compiled_sets(steps) == {*all_sets()} - {*sets_used_here()}
     assert {step for step in steps if step.partition(":")[0] not in ("module", "object", "elf")} == {"manifest"}
     after = snapshot(here)
     assert {name for name in before if after[name] != before[name] and name.startswith("weights/")} == set()
     at_once = snapshot(project / BUILT)
     assert {name for name in at_once if name.startswith("elf/") and after[name] != at_once[name]} == set()
-    assert sets_in(here) == [*all_sets()]
+    assert sets_in(here) == sets_in(project / BUILT) == [*all_sets()]
 
     assert ran(doit(*ANSWER, cwd=fresh)) == set(), "what runs on other machines stays so"
     assert snapshot(here) == after
-
-
-@needs_several
-def test_a_file_for_others_has_all_sets(fresh: Path) -> None:
-    ran(doit(*ANSWER, cwd=fresh))
-    ran(doit("export", *COMPILE[1:], "output=model.pyz", cwd=fresh))
-    assert sets_in(fresh / BUILT) == [*all_sets()]
 
 
 @needs_several

@@ -169,6 +169,7 @@ def llama_decode(context, batch):
 """A llama.cpp whose weights for AMX end its process."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("always", ["", "1"])
 def test_a_peer_that_ends_by_a_signal_begins_again(
     always: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -193,6 +194,7 @@ BALLAST = 400 << 20
 """Bytes, many times what a run of the small model holds."""
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_a_run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of a peer, one of which ended before, nor of the process that measures."""
     (tmp_path / "llama_cpp.py").write_text(f"{_ENDING}\nballast = b'x' * {BALLAST}\n")

@@ -13,10 +13,11 @@ from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.proof.comparison.rounded import of_peers
 from tests.conftest import needs_llama_cpp
+from tests.support.later import later
 
 pytestmark = pytest.mark.verify
-pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
-pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
+later("torch", "needs the verify extra: pip install -e '.[verify]'")
+later("transformers", "needs the verify extra: pip install -e '.[verify]'")
 
 
 @pytest.mark.thorough

@@ -124,7 +124,7 @@ def hub() -> Iterator[tuple[str, dict[str, str]]]:
         yield "hf://org/shared", {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("server", "command"), [(s3, "cache"), (hub, "pull")], ids=["s3", "hub"])
 def test_the_second_builds_nothing_and_says_the_same(
     server: Callable[[], contextlib.AbstractContextManager[tuple[str, dict[str, str]]]],

@@ -197,6 +197,7 @@ def test_the_page_in_a_browser(wrong: Verification, tmp_path: Path, look_at: Loo
     assert not look_at(verify_report.write(tmp_path, "demo/cpu", wrong))
 
 
+@pytest.mark.thorough
 @needs_transformers
 @pytest.mark.verify
 def test_prompts_of_ones_own(demo: Path, artifacts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,6 +249,7 @@ def test_the_history_is_cut_down(tmp_path: Path) -> None:
         assert History(nowhere).messages() == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("start", [("-m", "llama_npu2"), ("-c", PLAIN)], ids=["rich", "plain"])
 def test_ctrl_c_stops_the_answer_only(
     terminals: Any, demo: Path, llm: Llama, tmp_path: Path, start: tuple[str, ...]
@@ -383,6 +384,7 @@ def test_an_answer_that_fails_changes_nothing(
     assert not session.conversation.system
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2}])
 def test_a_reused_prefix_gives_the_tokens_of_a_fresh_start(llm: Llama, sampling: dict[str, Any]) -> None:
     said, reused = Conversation(), 0

@@ -114,6 +114,7 @@ def test_help_of_a_command_has_all_its_variables(command: str) -> None:
         assert f"{each.name}={each.metavar} {each.shown_help}" in text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line", ["help run", "run --help", "--help", "help", "chat -h", "list", "help gc fit"])
 def test_help_on_the_command_line(line: str, installed: dict[str, str]) -> None:
     run = doit(*line.split(), env=installed)
@@ -246,6 +247,7 @@ def test_commands_print_their_completion(capsys: pytest.CaptureFixture[str]) -> 
 # Prompts from files
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("given", ["prompt_file=prompt.txt", "prompt=-"])
 def test_a_prompt_from_elsewhere(given: str, demo: Path, tmp_path: Path) -> None:
     text = "The capital of France is"

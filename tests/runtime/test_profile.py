@@ -106,6 +106,7 @@ def test_launches_move_and_multiply_what_the_model_has(llm: Llama) -> None:
         assert phase == "prefill" or moved < 1.1 * (read + position * length)
 
 
+@pytest.mark.thorough
 def test_layers_with_windows_read_their_windows(artifacts: Path, tmp_path: Path) -> None:
     config = write_checkpoint(tmp_path / "windows", **WINDOWED)
     sees = [mixer.window or len(IDS) + 1 for mixer in config.decoder.attentions]
@@ -353,6 +354,13 @@ def test_the_command_writes_all_three(demo: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == str(tmp_path / "profile.html")
     assert "\no_gemv_ffn " in run.stdout
+    assert json.loads((tmp_path / "profile.json").read_text())
+
+
+@pytest.mark.thorough
+def test_the_command_compares_with_an_earlier_profile(demo: Path, tmp_path: Path) -> None:
+    given = (f"artifacts={demo.parents[1]}", f"output={tmp_path}", "max_tokens=4", "repeats=1", "prompt=Once upon")
+    doit("profile", "target=cpu", *given)
     run = doit("profile", "target=cpu", *given, f"against={tmp_path / 'profile.json'}", "json=1")
     found = json.loads(run.stdout)
     assert found == json.loads((tmp_path / "profile.json").read_text())

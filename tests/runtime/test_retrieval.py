@@ -18,11 +18,12 @@ from llama_npu2.engine.retrieval import INSTRUCTION
 from llama_npu2.errors import first_line
 from stages.model.checkpoint import Checkpoint
 from tests.conftest import build
+from tests.support.later import later
 from tests.support.retrieval import SPECIAL, write_pooling, write_tokenizer
 
 pytestmark = pytest.mark.verify
-torch = pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
-transformers = pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
+torch = later("torch", "needs the verify extra: pip install -e '.[verify]'")
+transformers = later("transformers", "needs the verify extra: pip install -e '.[verify]'")
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32},

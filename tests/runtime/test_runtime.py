@@ -49,6 +49,7 @@ def test_demo_completes(llm: Llama, prompt: str, start: str) -> None:
     assert llm.stats.finish_reason == "stop", "the reply ends by itself"
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("prompt", "start"), EXPECTED["chat"], ids=lambda text: text[:24])
 def test_demo_answers(llm: Llama, prompt: str, start: str) -> None:
     assert reply(llm, prompt).startswith(start)

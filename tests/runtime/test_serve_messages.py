@@ -7,9 +7,8 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import jsonschema
 import pydantic
 import pytest
@@ -27,7 +26,13 @@ from llama_npu2.text.chat_template import ChatTemplate
 from llama_npu2.text.replies import Kind, Piece
 from tests.conftest import ROOT
 from tests.support.caller import ANSWER, ARGUMENTS, THOUGHT
+from tests.support.later import later
 from tests.support.serving import HASTY, Server, serving, wait_for
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = later("anthropic")
 
 ASK = [{"role": "user", "content": "The capital of France is"}]
 LONG: list[Any] = [{"role": "user", "content": "Once upon a time"}]

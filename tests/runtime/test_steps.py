@@ -91,6 +91,7 @@ def test_rows_have_the_bits_of_their_sequence_alone(llm: Llama) -> None:
     compare(llm, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "weights, kv, activations", [("int4", "int8", "bf16"), ("w8a8", "bf16", "bf16"), ("int4", "bf16", "int8")]
 )

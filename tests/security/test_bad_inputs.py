@@ -175,7 +175,7 @@ def test_the_model_type_will_do_for_an_architecture(tmp_path: Path) -> None:
     assert doit(*command).returncode == 0
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_bad_checkpoint(name: str, tmp_path: Path) -> None:
     damage, fragment = CHECKPOINTS[name]
@@ -194,7 +194,7 @@ REFUSED = ("other_architecture", "config_not_json", "truncated_weights", "no_tok
 RUNNERS = [(), ("-n", "0"), ("-n", "2", "-P", "process")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("runner", RUNNERS, ids=["serial", "process", "thread"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_model_leaves_nothing(name: str, runner: tuple[str, ...], tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_bad_command_line(name: str, tmp_path: Path) -> None:
     arguments, fragment = COMMAND_LINES[name]
@@ -362,6 +362,7 @@ RUNTIME: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", RUNTIME)
 def test_bad_runtime_call(name: str, demo: Path) -> None:
     arguments, fragment = RUNTIME[name]
@@ -412,6 +413,7 @@ ARTIFACTS: dict[str, tuple[Damage, str]] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ARTIFACTS)
 def test_bad_artifacts(name: str, demo: Path, tmp_path: Path) -> None:
     damage, fragment = ARTIFACTS[name]

@@ -25,7 +25,7 @@ from tests.fuzz.mutate import mutated_bytes, mutated_json
 from tests.fuzz.parsers import ARTIFACTS, PARSERS, Parser
 from tests.fuzz.parsers import Run as FuzzRun
 
-COUNT = {"artifacts": 40, "manifest": 20, "plan": 20, "template": 20, "schedules": 8}
+COUNT = {"artifacts": 15, "manifest": 20, "plan": 20, "template": 20, "schedules": 8}
 """Inputs; 50 of the others, which take less time."""
 
 

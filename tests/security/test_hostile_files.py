@@ -269,7 +269,7 @@ for _name, _header in {
 CASES["compile: the header of weights is 2^62 bytes long"] = ("compile", header_says({}, 1 << 62), "")
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_held(name: str, world: World, record_property: Callable[[str, object], None]) -> None:
     action, attack, complaint = CASES[name]
@@ -291,6 +291,7 @@ def test_enough_cases() -> None:
 # What an undisturbed directory does, and that the trial itself would see a fault
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("action", ["compile", "run", "why", "gc", "du", "pull", "clean"])
 def test_nothing_is_prepared(action: str, world: World) -> None:
     assert attempt(world, ACTIONS[action]) == Held(
@@ -388,6 +389,7 @@ def test_a_memory_of_digests_of_somebody_else_is_not_read(
     assert Digests(memory)._entries == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("content", ["[]", "{}", '{"known": 1, "mac": 2}', '{"known": {"a": 1}, "mac": ""}', "{"])
 def test_a_damaged_memory_of_digests_counts_as_none(content: str, world: World) -> None:
     memory = world.artifacts / ".digests.json"

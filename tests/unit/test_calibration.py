@@ -65,6 +65,7 @@ def test_products_lose_less(name: str, width: int, descents: int, most: float, m
     assert lost < most * before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", GRIDS)
 def test_blocks_of_inputs_change_next_to_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only how sums are rounded."""
@@ -177,7 +178,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(model: Path, artifacts: Path) -> Path:
     """Its artifact directory. Not to be changed by a test."""
-    return build(model, artifacts, portable=True, weights="int4", calibrate=model.with_name("text.txt"))
+    return build(model, artifacts, weights="int4", calibrate=model.with_name("text.txt"))
 
 
 def test_activations_are_those_of_the_runtime(made: Path) -> None:
@@ -244,7 +245,8 @@ def test_bytes_do_not_depend_on_threads(model: Path, made: Path, tmp_path: Path)
 def test_a_killed_build_goes_on_and_two_are_alike(model: Path, made: Path, tmp_path: Path, artifacts: Path) -> None:
     shutil.copytree(artifacts / ".cache", tmp_path / ".cache")
     text = model.with_name("text.txt")
-    command = ["compile", f"model={model}", f"artifacts={tmp_path}", "weights=int4", f"calibrate={text}"]
+    given = (f"model={model}", f"artifacts={tmp_path}", "weights=int4", f"calibrate={text}")
+    command = ("run", *given, "prompt=hello", "raw=1", "max_tokens=1")
     directory = tmp_path / "small" / made.name
     ran(doit(*command))
     assert {name: data for name, data in snapshot(directory).items() if "receipts" not in name} == {

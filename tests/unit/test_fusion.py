@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llama_npu2 import load
 from stages.model.part import PartKey
@@ -30,6 +31,7 @@ def test_bound_as_the_separate_launches_were() -> None:
     assert last.args == {"x": "swiglu", "weight": "w_down", "residual": "res1", "out": "output"}
 
 
+@pytest.mark.thorough
 def test_results_are_bit_identical(built: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
 

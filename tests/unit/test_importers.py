@@ -528,6 +528,7 @@ def test_compressed_tensors(case: str, tmp_path: Path) -> None:
     check_all(tmp_path, write_compressed(tmp_path, case), COMPRESSED[case][2])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", COMPRESSED)
 def test_compressed_tensors_equals_its_library(case: str, tmp_path: Path) -> None:
     """Where the scales are narrow, the library rounds to their type; so does the comparison."""

@@ -126,6 +126,7 @@ def planner(model: str, policy: Policy, grouping: str) -> _Planner:
     return _Planner(JUDGED[model].within(CONTEXT), npu2.grouping(grouping), npu2.kernel_set, BUCKETS, policy)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("grouping", ["fused", "separate"])
 @pytest.mark.parametrize("weights", ["int4", "bf16"])
 @pytest.mark.parametrize("model", ["demo", "smollm2-135m", "llama-3.2-1b"])
