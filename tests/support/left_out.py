@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 NOT_ASKED_FOR = {
-    "thorough": "more cases, and long builds, minutes: pytest -m thorough",
+    "thorough": "more cases, and long builds, before a release: pytest -m thorough",
     "slow": "takes minutes: pytest -m slow",
     "clients": "programs of others with the server, minutes: pytest -m clients",
     "long": "too long for every run: see CONTRIBUTING.md for its command",
