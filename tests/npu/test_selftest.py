@@ -30,6 +30,7 @@ from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.model.families import read_config
 from stages.model.grouping import programs
+from stages.model.policy import parse_policy
 from stages.proof.selftest import faults, graph, ladder, measure, raw, report
 from stages.proof.selftest.faults import FAULTS, Fault, cause_of, fault
 from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outcome, Rung, Setup, run_ladder
@@ -38,7 +39,9 @@ from stages.proof.selftest.relink import relink
 from stages.proof.selftest.trial import DISPATCHES, judge
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.levels import VARIABLE
+from stages.targets.npu2.modules import sources
 from stages.targets.npu2.toolchain import Npu
+from stages.weights.formats import formats
 from tests.conftest import A_LLAMA, ROOT, build, doit, ran, unfinished
 from tests.npu import test_npu2_build
 from tests.support import pyxrt_standin
@@ -76,7 +79,7 @@ def setup(made: Path, model: Path) -> Setup:
     return Setup(*map(as_npu2, opened), config, programs(config, GROUPINGS["fused"], BUCKETS), threads=1, repeats=1)
 
 
-TRIED = ("add", "rope_kv", "silu_and_mul", "gemm_kv")
+TRIED = ("add", "rope_kv", "silu_and_mul", "gemm_kv", "int4_feed_forward", "token_attention_last")
 """Tile functions of a short climb."""
 
 
@@ -167,18 +170,24 @@ def test_rungs_of_every_probe_hold(on_npu: Setup) -> None:
     found = climbed(on_npu)
     tried = {rung.what.partition(":")[0] for rung in found.rungs if rung.rung == faults.TILE}
     kernels = {"add", "rms_norm", "silu_and_mul", "rope", "rope_kv", "gemv", "gemv_f32", "gemm", "gemm_kv"}
-    assert tried >= kernels | {"flash_attention", "gemm_bfp16"}
+    assert tried >= kernels | {"flash_attention", "gemm_bfp16", "int4_gemv", "int4_feed_forward"}
+    assert tried >= {f"token_attention_{where}" for where in ("first", "middle", "last")}
     assert found.times.keys() == set(measure.TIMED)
     # Of the simulator's times, of which some differences may be lost in the noise.
     assert "ddr_gbps" in found.measured
 
 
 def test_every_kernel_of_the_array_is_tried() -> None:
-    """By its tile functions: every C++ source of a device program."""
-    device = [p for grouping in GROUPINGS.values() for p in programs(A_LLAMA, grouping, [64]) if not p.host]
-    used = {launch.kernel.source for p in device for part in p.parts for launch in part.launches}
-    tried = {launch.kernel.source for probe in ladder.tile_functions() for launch in probe.program.parts[0].launches}
-    assert tried == used
+    """By its tile functions: every C++ source of a device program, whatever the weights."""
+    device = [
+        program
+        for grouping in GROUPINGS.values()
+        for weights in ("bf16", "int4", "int6", "int8")
+        for program in programs(A_LLAMA, grouping, [64], parse_policy(weights, matmul="bfp16"))
+        if not program.host
+    ]
+    used = sources(device)
+    assert sources([probe.program for probe in ladder.tile_functions()]) == used
 
 
 @pytest.mark.thorough
@@ -574,6 +583,49 @@ def test_a_cause_without_an_entry_is_a_refusal() -> None:
 )
 def test_cause_of_what_is_said(said: str, cause: str) -> None:
     assert cause_of(said) == cause
+
+
+def _a_share_is_left_out(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The sums of the second of eight cores, whose numbers of down are zeros where all scales are."""
+    form = formats()["int4"]
+    down = form.dequantise(values["down"], 512)
+    down[:, 64:128] = 0
+    return values | {"down": form.quantise(down)}
+
+
+def _gate_for_up(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return values | {"weight": np.concatenate(np.split(values["weight"], 2)[::-1])}
+
+
+def _own_key_is_another(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The token's own K and V are those that its position had before."""
+    position = int(values["table"][0, 64:].view(np.int32)[0])
+    x = values["x"].copy()
+    x[256:] = values["kv"][position].reshape(2, 2, 64).transpose(1, 0, 2).reshape(-1)
+    return values | {"x": x}
+
+
+def _a_group_is_read_twice(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    x = values["x"].copy()
+    x[32:64] = x[:32]
+    return values | {"x": x}
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        *((name, _a_group_is_read_twice) for name in ("int4_gemv", "int8_gemv", "int6_gemv_f32", "rate_int4_gemv")),
+        *(("int4_swiglu", _gate_for_up), ("int4_feed_forward", _a_share_is_left_out)),
+        *((f"token_attention_{where}", _own_key_is_another) for where in ("first", "middle", "last")),
+    ],
+)
+def test_bounds_show_a_fault(name: str, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
+    probe = probes()[name]
+    values = probe.values()
+    want = probe.expected(values)
+    off = probe.bound(values, want)
+    assert not judge([want], want, off).cause
+    assert judge([probe.expected(change(values))], want, off).cause == "wrong"
 
 
 def test_judging_needs_no_more_than_the_bound() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from stages.kernels import silu_and_mul
+from stages.weights.constants import GROUP
 
 ULP = 2.0**-7
 """The unit in the last place of bf16, relative to a value."""
@@ -58,14 +59,53 @@ def block_float(x: np.ndarray, weight: np.ndarray, want: np.ndarray) -> np.ndarr
     return BFP16 * error + product(x, weight, want)
 
 
-def attention(q: np.ndarray, k: np.ndarray, dim: int, spread: np.ndarray, want: np.ndarray) -> np.ndarray:
+def grouped(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Bound a product of the array with weights in groups, in f32 `[outs]`.
+
+    Inputs lie in fixed point, whose unit is at most 2^-14 of the largest of a group of 32, a group's sum is taken in
+    two parts of 8 bits, and a minimum is subtracted from numbers up to 15 times a scale.
+
+    Args:
+        x: `[cols]`.
+        weight: The dequantised weight, `[outs, cols]`.
+    """
+    largest = 16 * magnitude(weight).max(axis=1)
+    groups = np.pad(magnitude(x), (0, -len(x) % GROUP)).reshape(-1, GROUP)
+    bounded: np.ndarray = largest * (2.0**-15 * GROUP * groups.max(axis=1).sum() + 2.0**-16 * groups.sum())
+    return bounded
+
+
+def passed_on(weight: np.ndarray, off: np.ndarray) -> np.ndarray:
+    """Bound what errors of `x` make of its product with `weight`: they are independent, so they add in squares.
+
+    One in a billion of products is off by more than six times the root of the sum.
+    """
+    bounded: np.ndarray = 6 * np.sqrt(magnitude(weight) ** 2 @ off**2)
+    return bounded
+
+
+def gated(gate: np.ndarray, up: np.ndarray, off_gate: np.ndarray, off_up: np.ndarray) -> np.ndarray:
+    """Bound `silu(gate) * up`, whose factors may be off by so much. The slope of silu is 1.1 at most.
+
+    Both factors, the exponential, silu and the product are rounded.
+    """
+    off_gate, off_up = off_gate + one_ulp(gate), off_up + one_ulp(up)
+    product = magnitude(gate) * magnitude(up)
+    return (
+        1.13 * off_gate * (magnitude(up) + off_up) + magnitude(gate) * off_up + 4 * ULP * product + silu_and_mul.LEAST
+    )
+
+
+def attention(
+    q: np.ndarray, k: np.ndarray, dim: int, spread: np.ndarray, want: np.ndarray, score: float = 2.0**-16
+) -> np.ndarray:
     """Bound attention; `spread` is attention over |v|.
 
     Weights have an error of half a unit and that of their polynomial, in numerator and sum alike. Scores have a
-    relative error of 2^-16, which goes into the exponent.
+    relative error of `score`, which goes into the exponent.
     """
     longest = [np.linalg.norm(t.astype(np.float64).reshape(-1, dim), axis=1).max() for t in (q, k)]
-    weight_error = 2.0**-8 + 2.0**-12 + float(longest[0] * longest[1] / np.sqrt(dim)) * 2.0**-16
+    weight_error = 2.0**-8 + 2.0**-12 + float(longest[0] * longest[1] / np.sqrt(dim)) * score
     return one_ulp(want) + 2 * weight_error * magnitude(spread)
 
 

@@ -172,16 +172,14 @@ def _with_firmware(run: Callable[[], str]) -> Callable[[], str]:
 
 
 def packed(probe: Probe, slots: Sequence[Mapping[str, Any]], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a probe's inputs in the layouts that its program takes."""
+    """Return a probe's inputs in the layouts that its program takes. Weights in groups are stored as such already."""
     (part,) = probe.program.parts
     names = {slot.name: slot.format for slot in probe.program.slots}
-    return {
-        slot["name"]: formats()[names[slot["name"]]].pack(
-            values[slot["name"]], part.layout_of(slot["name"], KERNEL_SET)
-        )
-        for slot in slots
-        if slot["name"] in values
-    }
+    made = {}
+    for name in (slot["name"] for slot in slots if slot["name"] in values):
+        form, layout = formats()[names[name]], part.layout_of(name, KERNEL_SET)
+        made[name] = (form.arrange if form.cut else form.pack)(values[name], layout)
+    return made
 
 
 class _Ladder:

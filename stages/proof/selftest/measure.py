@@ -34,6 +34,7 @@ MODES = {"rate_gemm": "macs_bf16", "rate_gemm_bfp16": "macs_bf16_x_bfp16"}
 
 RATES_OF_TABLE = {
     *("configuration_core_us", "configuration_us", "submission_us", "ddr_gbps", "stream_gbps", "vector_cycles"),
+    "scheduled_cycles",
     *MODES.values(),
 }
 """The rates of the estimate's table that a selftest on hardware measures."""
@@ -94,6 +95,8 @@ def _rates(times: Times) -> dict[str, float]:
             rates[MODES.get(name, f"{short}_macs_per_cycle")] = source.macs / cycles
         if source.values:
             rates[f"{short}_values_per_cycle"] = source.values / cycles
+        if scheduled := source.costs[str(source.step[0])].scheduled:
+            rates["scheduled_cycles"] = (cycles - Machine().call_cycles) / scheduled
         if name in ELEMENTWISE:
             vectors.append((cycles - Machine().call_cycles) / source.costs[str(source.step[0])].vectors)
     return rates | ({"vector_cycles": statistics.median(vectors)} if vectors else {})

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import Arg, Kernel, flash_attention, kernels
+from stages.kernels import Arg, Kernel, flash_attention, kernels, rms_norm
 from stages.model.config import position_rows
 from stages.model.grouping import Program
 from stages.model.part import Launch, Part, PartKey, Slot
@@ -19,11 +19,17 @@ from stages.model.reference import Values, evaluate
 from stages.proof.selftest import bounds, resident
 from stages.proof.selftest.resident import Resident
 from stages.proof.selftest.streams import Streams
-from stages.weights.constants import HEAD_POSITION, POSITION
+from stages.weights.constants import BLOCK, HEAD_POSITION, POSITION
+from stages.weights.format import Format
+from stages.weights.formats import formats
 
 Shapes = Mapping[str, tuple[int, ...]]
 Bound = Callable[[Values, Values], Values]
 """(inputs, expected results) -> how far each element of each result may be off."""
+
+
+START = 100
+"""Position of the first row, for kernels that take one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +74,11 @@ def _normal(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
     return values.astype(bfloat16 if arg.format == "bf16" else np.float32)
 
 
-def _table(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+def _table(name: str, arg: Arg, shape: tuple[int, ...], position: int = START) -> np.ndarray:
     """Return rows of cosines, then sines, then their positions where rows are wider."""
     angles = _seeded(name, shape).normal(size=(shape[0], resident.HEAD_DIM // 2)) * 50
     rows = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-    return np.concatenate([rows, position_rows(START, len(rows))], axis=1)[:, : shape[1]]
+    return np.concatenate([rows, position_rows(position, len(rows))], axis=1)[:, : shape[1]]
 
 
 def _queries(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
@@ -110,6 +116,16 @@ def _by_head(cache: np.ndarray, sizes: Mapping[str, Any]) -> np.ndarray:
     return cache.reshape(len(cache), -1, 2, sizes["head_dim"])
 
 
+def _queries_off(inputs: Values, want: Values) -> Values:
+    """Return the bound of rotated queries; the position after each head is copied."""
+    heads = want["out"].reshape(len(want["out"]), _HEADS["heads"], -1)
+    off = np.zeros(heads.shape)
+    own = heads[..., : _HEADS["head_dim"]]
+    rotated = bounds.rotation(inputs["x"], _HEADS["heads"], own.reshape(len(own), -1))
+    off[..., : _HEADS["head_dim"]] = rotated.reshape(own.shape)
+    return {"out": off.reshape(want["out"].shape)}
+
+
 def _product(inputs: Values, want: Values, rounded: bool = True) -> Values:
     return {"out": bounds.product(inputs["x"], inputs["weight"], want["out"], rounded)}
 
@@ -136,8 +152,13 @@ def _attention(inputs: Values, want: Values) -> Values:
     return {"out": bounds.attention(own, k, dim, spread, want["out"])}
 
 
-START = 100
-"""Position of the first row, for kernels that take one."""
+def _gated_product(inputs: Values, want: Values) -> Values:
+    """Return the bound of SwiGLU of exact products. Eight rows of the gate and eight of up alternate in the weight."""
+    rows = inputs["weight"].astype(np.float32).reshape(-1, 2, BLOCK, inputs["weight"].shape[1])
+    gate, up = (inputs["x"].astype(np.float32) @ rows[:, half].reshape(-1, rows.shape[-1]).T for half in (0, 1))
+    exact = np.zeros(gate.shape)
+    return {"out": bounds.gated(gate, up, exact, exact)}
+
 
 _ATTENTION = {"seq": 128, "window": 256, "pos": START, "heads": 4, "kv_heads": 2, "head_dim": 64}
 _HEADS = {"rows": 64, "pos": 0, "heads": 4, "head_dim": 64}
@@ -171,7 +192,7 @@ def _add(name: str, about: str, rows: int, cols: int, repeats: int = 1) -> Probe
 
 
 def _tile_functions() -> list[Probe]:
-    return [*_elementwise(), *_rotations(), *_products(), *_attention_parts()]
+    return [*_elementwise(), *_rotations(), *_products(), *_attention_parts(), *_grouped(), *_token_attention()]
 
 
 def _elementwise() -> Iterator[Probe]:
@@ -193,6 +214,8 @@ def _rotations() -> Iterator[Probe]:
     k_half = _halves(0, 64, lambda g, w: bounds.rotation(g["x"], _HEADS["heads"], w))
     yield _kernel_probe("rope", "rotary embedding", "rope", wide, rotated, _HEADS)
     yield _kernel_probe("rope_kv", "rotary embedding into a cache", "rope_kv", into_kv, k_half, _HEADS)
+    placed = wide | {"table": (64, 64 + POSITION // 2), "out": (64, 4 * (64 + HEAD_POSITION))}
+    yield _kernel_probe("rope_q", "rotary embedding of queries with positions", "rope_q", placed, _queries_off, _HEADS)
 
 
 def _products() -> Iterator[Probe]:
@@ -202,6 +225,30 @@ def _products() -> Iterator[Probe]:
     yield _gemm("gemm", "product in bf16, x stays in L2", 512, 512, 512)
     yield _gemm("gemm_stream", "product in bf16, x passes through L2", 64, 4608, 64)
     yield _gemm("gemm_bfp16", "product in block floating point", 512, 512, 512, block_float, "bfp16_gemm")
+    yield _whole_numbers(
+        _kernel_probe(
+            "gemm_swiglu_bfp16",
+            "SwiGLU of a product in block floating point",
+            "bfp16_gemm_swiglu",
+            {"x": (256, 512), "weight": (1024, 512), "out": (256, 512)},
+            _gated_product,
+            {"rows": 256, "cols": 512, "out_cols": 512, "activation": 0},
+        )
+    )
+
+
+def _whole_numbers(probe: Probe) -> Probe:
+    """Return a probe whose inputs are small whole numbers, of which products in block floating point are exact.
+
+    `x` is divided by a power of two, so that its products with the weight are of size 1.
+    """
+
+    def values() -> Values:
+        shapes = {name: value.shape for name, value in probe.values().items()}
+        drawn = {name: _seeded(probe.name + name, shape).integers(-2, 3, shape) for name, shape in shapes.items()}
+        return {name: (whole / (32 if name == "x" else 1)).astype(bfloat16) for name, whole in drawn.items()}
+
+    return replace(probe, values=values)
 
 
 def _attention_parts() -> Iterator[Probe]:
@@ -210,6 +257,155 @@ def _attention_parts() -> Iterator[Probe]:
     product = {"rows": 512, "cols": 512, "out_cols": 512, "pos": 0, "head_dim": 64}
     yield _kernel_probe("gemm_kv", "product into a cache", "gemm_kv", _gemm_shapes(512, 512, 512, 2), v_half, product)
     yield _kernel_probe("flash_attention", "causal attention", "flash_attention", attending, _attention, _ATTENTION)
+
+
+# Weights in groups
+
+
+def _stored(name: str, form: Format, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a weight as a format stores it, whose products with numbers of size 1 are of size 1."""
+    drawn = _seeded(name, shape).standard_normal(shape, np.float32)
+    return form.quantise(drawn / np.float32(math.sqrt(shape[-1])))
+
+
+def _grouped_probe(name: str, about: str, kernel: str, shapes: Shapes, bound: Bound, sizes: Mapping[str, Any]) -> Probe:
+    """Return the probe of one kernel of weights in groups, whose values are stored already."""
+    taken = kernels()[kernel]
+    program = _program(name, taken, shapes, sizes)
+
+    def values() -> Values:
+        read = (arg for arg in taken.args if not arg.written)
+        made = {}
+        for arg in read:
+            form, shape = formats()[arg.format], shapes[arg.name]
+            made[arg.name] = _stored(name + arg.name, form, shape) if form.cut else _normal(name, arg, shape)
+        return made
+
+    def expected(inputs: Values) -> Values:
+        slots = dict(inputs)
+        evaluate(program, dict(sizes), slots)
+        return {"out": slots["out"]}
+
+    def off(inputs: Values, want: Values) -> Values:
+        """Return the bound for weights as numbers."""
+        numbers = {
+            arg.name: formats()[arg.format].dequantise(inputs[arg.name], shapes[arg.name][-1])
+            if formats()[arg.format].cut
+            else inputs[arg.name]
+            for arg in taken.args
+            if not arg.written
+        }
+        return bound(numbers, want)
+
+    return Probe(name, about, program, values, expected, off)
+
+
+def _grouped() -> Iterator[Probe]:
+    def product(inputs: Values, want: Values) -> Values:
+        rounded = bounds.one_ulp(want["out"]) if want["out"].dtype == bfloat16 else 0
+        return {"out": bounds.grouped(inputs["x"], inputs["weight"]) + rounded}
+
+    def swiglu(inputs: Values, want: Values) -> Values:
+        return {"out": _gated_off(inputs["x"], inputs["norm"], inputs["weight"])[1]}
+
+    def feed_forward(inputs: Values, want: Values) -> Values:
+        inner, off = _gated_off(inputs["x"], inputs["norm"], inputs["gate_up"])
+        sums = bounds.passed_on(inputs["down"], off) + bounds.grouped(inner, inputs["down"])
+        return {"out": sums + bounds.one_ulp(want["out"])}
+
+    for kernel, outs, cols in (("int4_gemv", 2048, 1024), ("int8_gemv", 1024, 512), ("int6_gemv_f32", 512, 512)):
+        shapes, sizes = {"weight": (outs, cols), "x": (cols,), "out": (outs,)}, {"out_cols": outs, "cols": cols}
+        yield _grouped_probe(kernel, f"weight in {kernel[:4]} times vector", kernel, shapes, product, sizes)
+    rows: Shapes = {"x": (512,), "norm": (512,)}
+    scalars = {"eps": resident.EPS, "offset": 0.0, "once": 0, "activation": 0}
+    swiglu_probe = _grouped_probe(
+        "int4_swiglu",
+        "SwiGLU of the norm's product with weights in int4",
+        "int4_norm_gemv_swiglu",
+        {"weight": (2048, 512), **rows, "out": (1024,)},
+        swiglu,
+        {"out_cols": 1024, "cols": 512, **scalars},
+    )
+    network = _grouped_probe(
+        "int4_feed_forward",
+        "feed-forward network in int4, whose sums pass from core to core",
+        "int4_feed_forward",
+        {"gate_up": (1024, 512), "down": (512, 512), **rows, "out": (512,)},
+        feed_forward,
+        {"cols": 512, "ffn": 512, **scalars},
+    )
+    yield from map(_exact_norm, (swiglu_probe, network))
+
+
+def _gated_off(x: np.ndarray, norm: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return SwiGLU of the products of `x`'s norm with gate and up `[2 * outs, cols]`, and its bound.
+
+    The norm is exact, and its numbers are whole (`_exact_norm`), so that products are off by their sums in f32 alone.
+    """
+    row = rms_norm.reference(x[None], norm, resident.EPS)[0]
+    halves = np.split(weight, 2)
+    gate, up = (half.astype(np.float64) @ row.astype(np.float64) for half in halves)
+    off = (bounds.product(row, half, np.zeros(len(half)), rounded=False) for half in halves)
+    return gate / (1 + np.exp(-gate)) * up, bounds.gated(gate, up, *off)
+
+
+def _exact_norm(probe: Probe) -> Probe:
+    """Return a probe whose `x`, and its norm's weight, are of ones and minus ones."""
+
+    def values() -> Values:
+        made = probe.values()
+        ones = {name: np.copysign(1, made[name].astype(np.float32)).astype(bfloat16) for name in ("x", "norm")}
+        return made | ones
+
+    return replace(probe, values=values)
+
+
+_TOKEN = {"window": 256, "heads": 4, "kv_heads": 2, "head_dim": 64}
+
+
+def _token_attention() -> Iterator[Probe]:
+    """Yield a token's attention with its own position in the first, a middle and the last tile of keys."""
+    for where, position in (("first", 5), ("middle", START), ("last", _TOKEN["window"] - 1)):
+        yield _token_probe(f"token_attention_{where}", f"a token's attention, itself in the {where} tile", position)
+
+
+def _token_probe(name: str, about: str, position: int) -> Probe:
+    heads, kv_heads, dim = _TOKEN["heads"], _TOKEN["kv_heads"], _TOKEN["head_dim"]
+    width, kv_width = heads * dim, kv_heads * dim
+    kernel = kernels()["token_attention"]
+    shapes = {"x": (width + 2 * kv_width,), "table": (1, dim + POSITION // 2), "kv": (_TOKEN["window"], 2 * kv_width)}
+    results = {"out": (width,), "row": (2 * kv_width,)}
+
+    def values() -> Values:
+        made = {slot: _normal(name, kernel.arg(slot), shapes[slot]) for slot in ("x", "kv")}
+        return made | {"table": _table(name, kernel.arg("table"), shapes["table"], position)}
+
+    def halves(inputs: Values) -> list[np.ndarray]:
+        cache = inputs["kv"].reshape(-1, kv_heads, 2, dim)
+        return [cache[:, :, half].reshape(len(cache), -1) for half in (0, 1)]
+
+    def attended(inputs: Values, x: np.ndarray, k: np.ndarray, v: np.ndarray) -> Values:
+        tables = np.repeat(inputs["table"], position + 1, axis=0)
+        out, row = kernel.reference(x[None], tables, position, k, v, heads, kv_heads)
+        return {"out": out, "row": row.reshape(-1)}
+
+    def expected(inputs: Values) -> Values:
+        return attended(inputs, inputs["x"], *halves(inputs))
+
+    def bound(inputs: Values, want: Values) -> Values:
+        queries, own, v_row = np.split(inputs["x"], [width, width + kv_width])
+        k, v = halves(inputs)
+        spread = attended(inputs, np.concatenate([queries, own, np.abs(v_row)]), k, np.abs(v))["out"]
+        keys = np.concatenate([k[:position], own[None]])
+        row = np.zeros((kv_heads, 2, dim))
+        turned = want["row"].reshape(row.shape)[:, 0].reshape(1, -1)
+        row[:, 0] = bounds.rotation(own[None], kv_heads, turned).reshape(kv_heads, dim)
+        # Rotations round queries and the token's own key.
+        out = bounds.attention(queries, keys, dim, spread, want["out"], score=2.0**-8)
+        return {"out": out, "row": row.reshape(-1)}
+
+    program = _program(name, kernel, shapes | results, {**_TOKEN, "pos": position})
+    return Probe(name, about, program, values, expected, bound)
 
 
 # Launches and streams
@@ -237,6 +433,7 @@ RATES: Mapping[str, Callable[[str], Resident]] = {
     "rate_gemm": lambda name: resident.product(name, 1024),
     "rate_gemm_bfp16": lambda name: resident.product(name, 1024, bfp16=True),
     "rate_gemv": lambda name: resident.vector_product(name, 4096),
+    "rate_int4_gemv": lambda name: resident.grouped_product(name, 512, "int4"),
     "rate_flash_attention": lambda name: resident.attention(name, 256),
     "rate_silu_and_mul": lambda name: resident.by_element(name, "silu_and_mul", 512),
     "rate_add": lambda name: resident.by_element(name, "add", 4096),
@@ -264,6 +461,8 @@ def _repeated(source: Resident | Streams) -> Probe:
 
 
 def _input(source: Resident | Streams, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+    if formats()[arg.format].cut:
+        return _stored(source.name + arg.name, formats()[arg.format], shape)
     if source.whole:
         # Sums of products of small whole numbers are exact in f32, and every format holds the numbers exactly.
         return _seeded(source.name + arg.name, shape).integers(-2, 3, shape).astype(bfloat16)

@@ -17,7 +17,9 @@ from ml_dtypes import bfloat16
 from stages import air
 from stages.kernels import Arg, Kernel, add, flash_attention, kernels, rms_norm, rope, silu_and_mul
 from stages.proof.selftest import bounds
-from stages.weights.constants import BLOCK
+from stages.targets.npu2 import KERNEL_SET
+from stages.weights.constants import BLOCK, GROUP
+from stages.weights.formats import formats
 from stages.weights.formats.bf16 import from_blocks
 from stages.weights.formats.bfp16 import PAIR
 
@@ -45,13 +47,25 @@ class Tile:
     drained: int = 0
     """Elements that go to DDR at last."""
     values: Shape = ()
-    """The shape of its values, where they are in block floating point."""
+    """The shape of its values, where they are in block floating point or in groups."""
+    grouped: str = ""
+    """The format of a weight in groups, of which the tile has panels."""
     position: int | None = None
     """The i32 that each row of the last block of each row of blocks begins with."""
 
     @property
     def format(self) -> str:
-        return "bfp16" if self.values else self.dtype
+        return self.grouped or ("bfp16" if self.values else self.dtype)
+
+    @property
+    def arg(self) -> Arg:
+        """The argument in DDR."""
+        return Arg(self.name, self.format, layouts={KERNEL_SET: "lanes"} if self.grouped else {})
+
+    @property
+    def slot(self) -> Shape:
+        """The shape of its values in DDR. Weights in groups are stored by rows."""
+        return self.values if self.grouped else (math.prod(self.values or self.shape),)
 
     def placed(self, values: np.ndarray) -> np.ndarray:
         """Return the tile's values with the position written into them."""
@@ -102,14 +116,14 @@ class Resident:
     def kernel(self) -> Kernel:
         """Return the kernel for a part; its arguments are the filled tiles, flat, and `out`."""
         (drained,) = (tile for tile in self.tiles if tile.drained)
-        args = [Arg(tile.name, tile.format) for tile in self.tiles if tile.filled]
+        args = [tile.arg for tile in self.tiles if tile.filled]
         device: dict[str, Any] = {"tiling": lambda sizes: self, "program": build}
         args.append(Arg("out", drained.dtype, written=True))
         return Kernel(self.name, tuple(args), (), self.source, self.reference, host=False, **device)
 
     def slots(self) -> dict[str, Shape]:
         """Return the shapes of arguments in DDR."""
-        filled: dict[str, Shape] = {t.name: (math.prod(t.values or t.shape),) for t in self.tiles if t.filled}
+        filled = {tile.name: tile.slot for tile in self.tiles if tile.filled}
         return filled | {"out": (sum(tile.drained for tile in self.tiles),)}
 
     def placed(self, name: str, values: np.ndarray) -> np.ndarray:
@@ -125,7 +139,11 @@ class Resident:
         return np.broadcast_to(self.error(want, *self._filled(values)).reshape(-1), want.shape)
 
     def _filled(self, values: dict[str, np.ndarray]) -> list[np.ndarray]:
-        return [values[tile.name].reshape(tile.values or tile.shape) for tile in self.tiles if tile.filled]
+        return [
+            values[tile.name] if tile.grouped else values[tile.name].reshape(tile.values or tile.shape)
+            for tile in self.tiles
+            if tile.filled
+        ]
 
 
 def build(resident: Resident) -> AirModule:
@@ -222,6 +240,34 @@ def vector_product(name: str, calls: int) -> Resident:
     )
     zero, step, out = ("gemv_zero", "acc"), ("gemv_step", "a", "x", 0, "acc"), ("gemv_out", "acc", "rounded")
     return Resident(name, "gemv", calls, p, tiles, step, reference, zero, out, macs=p.tile_m * p.chunk, whole=True)
+
+
+def grouped_product(name: str, calls: int, form: str) -> Resident:
+    """Return the probe of the step of a product with weights in groups: the first chunk begins its sums each time."""
+    p = _tiling(f"{form}_gemv", out_cols=EMB, cols=EMB)
+    inputs, lanes = p.cut.chunk_groups * GROUP, p.cut.lanes
+
+    def numbers(panel: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return formats()[form].dequantise(panel, p.cols)[:, :inputs], x[:inputs].astype(np.float32)
+
+    def reference(count: int, panel: np.ndarray, x: np.ndarray) -> np.ndarray:
+        weight, row = numbers(panel, x)
+        product: np.ndarray = weight @ row
+        return product
+
+    def error(want: np.ndarray, panel: np.ndarray, x: np.ndarray) -> np.ndarray:
+        weight, row = numbers(panel, x)
+        return bounds.grouped(row, weight)
+
+    tiles = (
+        Tile("panel", (p.cut.panel_bytes,), "i8", filled=True, values=(lanes, p.cols), grouped=form),
+        Tile("x", (p.cols,), filled=True),
+        *(Tile("acc", (p.sums,), "f32", drained=lanes), Tile("kept", (p.kept,))),
+    )
+    first: Call = ("grouped_gemv_begin", "x", "acc")
+    step: Call = ("grouped_gemv_step", "panel", "x", 0, "acc", "kept")
+    counts = {"macs": lanes * inputs, "values": lanes}
+    return Resident(name, "grouped_gemv", calls, p, tiles, step, reference, first, error=error, **counts)
 
 
 def attention(name: str, calls: int) -> Resident:
