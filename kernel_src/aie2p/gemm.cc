@@ -20,8 +20,12 @@ namespace {
 constexpr unsigned ROWS = TM / EDGE, COLS = TN / EDGE, DEPTH = TK / EDGE;
 static_assert(TM % EDGE == 0 && TN % EDGE == 0 && TK % EDGE == 0);
 static_assert(EDGE == 8, "the matrix unit multiplies blocks of 8 x 8 bf16");
-// Blocks of c held in accumulator registers at once.
+// Blocks of c held in accumulator registers at once; FEWER_ACCUMULATORS: with room for the state of b's stream.
+#ifdef FEWER_ACCUMULATORS
+constexpr unsigned HIGH = 1, WIDE = COLS % 2 == 0 ? 2 : 1;
+#else
 constexpr unsigned HIGH = ROWS % 2 == 0 ? 2 : 1, WIDE = COLS % 2 == 0 ? 2 : 1;
+#endif
 
 #if BFP
 static_assert(COLS % 2 == 0, "a stream of b has the blocks of two columns in turn");

@@ -30,6 +30,7 @@ from stages.targets.npu2.programs import kernel_name
 from tests.conftest import ROOT, build, doit, ran
 from tests.support.npu_shapes import DEMO, device_program, device_programs
 from tests.support.npu_tools import forget_tools, install, script
+from tests.support.objects import PEANO_OBJECT
 
 FACTS = ROOT / "tests/support/aircc_options.txt"
 
@@ -549,6 +550,42 @@ def test_stack_is_raised_for_aircc_alone(
     wanted = programs.STACK_BYTES if hard == resource.RLIM_INFINITY else min(programs.STACK_BYTES, hard)
     assert int(report.read_text()) == wanted
     assert resource.getrlimit(resource.RLIMIT_STACK)[0] == before
+
+
+ON_THE_STACK = "  40: 5b 01 \tvst\tlfl0, [sp, #-128];\tnops\n"
+"""As Peano's disassembler shows that a FIFO's state goes to the stack."""
+
+
+@pytest.mark.parametrize("where", ["in the object", "in the compiler"])
+def test_a_fifo_on_the_stack_is_avoided_by_fewer_sums(tools: Path, module: Path, tmp_path: Path, where: str) -> None:
+    script(tools / "peano/bin/llvm-objdump", _shows(ON_THE_STACK, unless=b"-DFEWER_ACCUMULATORS"))
+    if where == "in the compiler":
+        refused = "error in backend: immediate operand value -56 is not a multiple of 64"
+        fails = f"if '-DFEWER_ACCUMULATORS=1' not in args: sys.exit('fatal error: {refused}')\n"
+        script(tools / "peano/bin/clang++", f"peano_object = {PEANO_OBJECT!r}\n{fails}{COMPILER}")
+    objects_of(module, tmp_path)
+    assert b"-DFEWER_ACCUMULATORS=1" in (tmp_path / "objects" / OBJECTS / "aie2p/add" / OBJECT).read_bytes()
+
+
+def test_a_fifo_that_stays_on_the_stack_is_refused(tools: Path, module: Path, tmp_path: Path) -> None:
+    script(tools / "peano/bin/llvm-objdump", _shows(ON_THE_STACK))
+    with pytest.raises(UserError, match=r"^add_count2048.o: Peano keeps the state of a FIFO .*npu.matmul=bf16$"):
+        objects_of(module, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    ["vst x0, [sp, #-64]", "vldb.pop.512 ex0, [p0, lf0, r24]", "vst.push ex2, [p3, sf, r27]", "st r8, [sp]"],
+)
+def test_other_uses_of_stack_and_fifo_are_fine(tools: Path, module: Path, tmp_path: Path, instruction: str) -> None:
+    script(tools / "peano/bin/llvm-objdump", _shows(instruction))
+    objects_of(module, tmp_path)
+    assert b"FEWER" not in (tmp_path / "objects" / OBJECTS / "aie2p/add" / OBJECT).read_bytes()
+
+
+def _shows(instruction: str, unless: bytes = b"nothing") -> str:
+    """A disassembler that shows an instruction, unless the object was made with a flag."""
+    return f"if {unless!r} not in pathlib.Path(args[-1]).read_bytes(): print({instruction!r})"
 
 
 def test_source_that_does_not_compile(tools: Path, module: Path, tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ What is added to that is the f32 arithmetic's own error, bounded per kernel belo
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from stages.air import AirModule
+from stages.air import AirModule, Variant
 from stages.kernels import (
     Kernel,
     add,
@@ -297,6 +297,20 @@ def test_gemm(rows: int, cols: int, out_cols: int, options: dict, x_chunk: int |
     x, weight = random(rows, cols, seed=9), random(out_cols, cols, seed=10)
     got, want = run_gemm(tiling, x, weight), gemm.reference(x, weight)
     assert_close(got, want, product_bound(x, weight, want))
+
+
+class _FewerSums(gemm.Tiling):
+    @property
+    def variant(self) -> Variant:
+        return Variant.of("gemm", **dict(super().variant.defines), FEWER_ACCUMULATORS=1)
+
+
+def test_fewer_sums_at_a_time_are_the_same_bits() -> None:
+    """As a core has them where registers would run out."""
+    tiling = gemm.tile(64, 96, 64, bfp16=True)
+    fewer = _FewerSums(**{each.name: getattr(tiling, each.name) for each in fields(tiling)})
+    x, weight = random(64, 96, seed=9), random(64, 96, seed=10)
+    np.testing.assert_array_equal(run_gemm(fewer, x, weight), run_gemm(tiling, x, weight))
 
 
 @pytest.mark.sampled(2)
