@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from llama_npu2.errors import UserError
 from stages.air import parse_mlir, to_mlir, toggle_settling
@@ -165,6 +166,56 @@ def test_elf_is_made_in_its_own_directory(tools: Path, module: Path, tmp_path: P
     assert record["args"][record["args"].index("--xclbin-instance-name") + 1] == "add"
     assert "--debug-ir" in record["args"]
     assert str(tools / "other") in record["path"].split(":")
+
+
+def test_a_program_that_was_made_before_is_not_made_again(tools: Path, module: Path, tmp_path: Path) -> None:
+    """Unless something that decides on it has changed, or what was kept has."""
+
+    def made() -> dict[str, bytes]:
+        (tools / "record.json").unlink(missing_ok=True)
+        make(module, tmp_path)
+        work = tmp_path / "work"
+        return {path.relative_to(work).as_posix(): path.read_bytes() for path in work.rglob("*") if path.is_file()}
+
+    def asked() -> bool:
+        return (tools / "record.json").exists()
+
+    first = made()
+    assert asked()
+    assert made() == first and not asked()
+    for kept in (tmp_path / "cache").glob("*.o"):
+        kept.write_bytes(kept.read_bytes()[:-1])
+    assert made() == first and asked(), "what was altered is not used"
+    (linked,) = make(module, tmp_path)
+    linked.write_bytes(linked.read_bytes() + b"more")
+    made()
+    assert asked(), "it links another object"
+    about = json.loads(module.with_suffix(".json").read_text())
+    module.with_suffix(".json").write_text(json.dumps(about | {"options": ["--verbose"]}))
+    made()
+    assert asked(), "aircc has other options"
+
+
+@pytest.mark.thorough
+def test_a_fine_tune_has_the_programs_of_its_model(built: Path, fakes: dict[str, str], tmp_path: Path) -> None:
+    """Other weights, another name, other ends of texts: none of these is in a program."""
+    first = ran(doit(*COMPILE, cwd=built, env=fakes))
+    programs = {name for name in first if name.startswith("elf:") and name != "elf:host"}
+    shutil.copytree(built / "models/demo", tuned := built / "models/tuned")
+    config = json.loads((tuned / "config.json").read_text())
+    (tuned / "config.json").write_text(json.dumps(config | {"eos_token_id": 5, "bos_token_id": 6}))
+    tensors = load_file(tuned / "model.safetensors")
+    save_file({name: tensor[::-1].copy() for name, tensor in tensors.items()}, tuned / "model.safetensors")
+    nowhere = fakes | {"SIMULATED": str(tmp_path / "nowhere")}  # so that aircc would fail
+    again = doit(COMPILE[0], "model=models/tuned", *COMPILE[2:], cwd=built, env=nowhere)
+    assert again.returncode == 0, again.stderr
+    assert programs <= ran(again)
+    for name in programs:
+        one, other = (
+            (built / f"artifacts/{model}/npu2/elf/{name.removeprefix('elf:')}.elf").read_bytes()
+            for model in ("demo", "tuned")
+        )
+        assert one == other
 
 
 def objects_of(module: Path, tmp_path: Path, source: str = "aie2p/add") -> list[Path]:
@@ -330,6 +381,7 @@ def test_static_data_without_room_is_linked_with_buffers_in_a_row(
     _, _, script_text = json.loads((tools / "aiecc.json").read_text())
     assert f'exec {tools / "other/aiecc"} --alloc-scheme=basic-sequential "$@"' in script_text
     monkeypatch.setenv("AIRCC_DOES", ROOMLESS.replace("--alloc-scheme=basic-sequential", "nothing"))
+    shutil.rmtree(tmp_path / "cache")
     with pytest.raises(
         UserError, match=r"aircc: ld\.lld: error: section '\.data' will not fit in region 'data'.*: raise STATIC_BYTES"
     ):

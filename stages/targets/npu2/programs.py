@@ -8,6 +8,7 @@ changed copy of it.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,9 +17,11 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +30,9 @@ from llama_npu2.errors import UserError
 from stages import air
 from stages.air import limits
 from stages.engine.files import read_json, write_json
+from stages.engine.object_cache import cached_object, copy_cached
 from stages.engine.objects import complaint, linked
-from stages.engine.places import LOGS
+from stages.engine.places import LOGS, ROOT
 from stages.engine.progress import say
 from stages.engine.tree import Tree
 from stages.targets.npu2.toolchain import aiebu_asm, aiecc, aircc, need_npu_tools, peano
@@ -49,7 +53,8 @@ SUFFIX = ".elf"
 DESCRIBES = True
 INTERMEDIATE = "air_project"
 """The directory for aircc's temporary files."""
-ELF = "out.elf"
+ELF, FACTS, LOG = "out.elf", "facts.json", "log"
+"""The ELF as aircc makes it, and what the cache has besides: the description of the ELF and aircc's log."""
 MODULE = "air.mlir"
 CONFIGURATION = "full_elf_config.json"
 """The input of aiebu-asm, which aiecc leaves among its temporary files."""
@@ -81,9 +86,11 @@ class Job:
 def write_program(module: Path, library: str, cache: Path, work: Path) -> list[Path]:
     """Write `elf/LIBRARY.elf`, its description `elf/LIBRARY.json` and `build/logs/LIBRARY.log` (step action).
 
+    A program with the same text, objects and compilers that was built before, as of the model that this one is a
+    fine-tune of, comes out of `cache`.
+
     Args:
         module: The MLIR; the description of the module is next to it.
-        cache: Not used: what aircc makes is more than one file.
 
     Returns:
         The objects that the program links.
@@ -94,15 +101,45 @@ def write_program(module: Path, library: str, cache: Path, work: Path) -> list[P
     need_npu_tools()
     description, objects = read_json(module.with_suffix(".json")), linked(module)
     job = Job(library, module.read_text(), description["function"], description["options"], objects)
-    scratch = work / "aircc"
-    log, facts = make(job, scratch, module.parents[2] / LOGS / f"{library}.log")
-    (work / "elf").mkdir(exist_ok=True)
-    (scratch / ELF).rename(work / "elf" / f"{library}{SUFFIX}")
+    made_by = (fingerprint(), library, job.function, tuple(job.options))
+    sources = [module, *objects.values(), *_judges()]
+
+    def pack(output: Path) -> list[Path]:
+        scratch = work / "aircc"
+        log, facts = make(job, scratch, module.parents[2] / LOGS / f"{library}.log")
+        _pack(output, {ELF: (scratch / ELF).read_bytes(), FACTS: json.dumps(facts).encode(), LOG: log.encode()})
+        shutil.rmtree(scratch)
+        return []
+
+    copy_cached(partial(cached_object, cache, library, made_by, sources, pack), packed := work / "packed")
+    made = _unpacked(packed)
+    packed.unlink()
+    tree = Tree(work)
+    tree.write(Path("elf") / f"{library}{SUFFIX}", made[ELF])
     # A dot in the name is a bucket, not a suffix.
-    write_json(work / "elf" / f"{library}.json", facts)
-    Tree(work).write(LOGS / f"{library}.log", log.encode())
-    shutil.rmtree(scratch)
+    write_json(work / "elf" / f"{library}.json", json.loads(made[FACTS]))
+    tree.write(LOGS / f"{library}.log", made[LOG])
     return list(objects.values())
+
+
+def _judges() -> list[Path]:
+    """Return the sources of what makes and judges programs: one that was built by others is made again."""
+    return [path for room in ("air", "targets/npu2") for path in sorted((ROOT / "stages" / room).glob("*.py"))]
+
+
+def _pack(path: Path, files: Mapping[str, bytes]) -> None:
+    """Write an archive of files, which is the same for the same content."""
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+def _unpacked(path: Path) -> dict[str, bytes]:
+    """Return the files of an archive."""
+    with tarfile.open(path) as archive:
+        return {entry.name: file.read() for entry in archive if (file := archive.extractfile(entry))}
 
 
 def make(job: Job, scratch: Path, failed_log: Path) -> tuple[str, dict[str, Any]]:
