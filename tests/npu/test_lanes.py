@@ -17,6 +17,7 @@ from stages.kernels import kernels as all_kernels
 from stages.kernels.bias import Biased
 from stages.model.grouping import programs
 from stages.model.policy import parse_policy
+from stages.proof.selftest import bounds
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import build_module
 from stages.weights.constants import LANES
@@ -299,11 +300,8 @@ def normed(x: np.ndarray, weight: np.ndarray, scalars: Scalars) -> np.ndarray:
 
 
 def error(form: Format, rounded: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Of a product in f32: inputs lie in fixed point, whose unit is at most 2^-14 of the largest of a group, a group's
-    sum is taken in two parts of 8 bits, and a minimum is subtracted from numbers up to 15 times a scale."""
-    largest = 16 * np.abs(form.dequantise(rounded, len(x))).max(axis=1)
-    groups = np.abs(np.pad(x.astype(np.float64), (0, -len(x) % 32))).reshape(-1, 32)
-    return largest * (2.0**-15 * 32 * groups.max(axis=1).sum() + 2.0**-16 * groups.sum())
+    """Of a product in f32."""
+    return bounds.grouped(x, form.dequantise(rounded, len(x)))
 
 
 @pytest.mark.sampled(3)  # one of each format, each of another shape

@@ -350,6 +350,14 @@ BREAKS: dict[str, tuple[dict[str, Any], Inject | None, str, str, str]] = {
     ),
     "vanishes": ({"vanish": 50}, None, faults.TILE, "gone", "No such device"),
     "tile function hangs": ({"hang": 5}, None, faults.TILE, "timeout", "did not finish in time"),
+    "a cascade waits": ({"hang": 16}, None, faults.TILE, "timeout", "did not finish in time"),
+    "a key is another": (
+        {},
+        lambda m: corrupted(m, "token_attention_last", garbage),
+        faults.TILE,
+        "wrong",
+        r"row: \d+ of 256 values",
+    ),
     "wrong numbers": (
         {},
         lambda m: corrupted(m, "add", garbage),
@@ -400,6 +408,8 @@ def test_a_fault_is_named(short: Setup, monkeypatch: pytest.MonkeyPatch, name: s
     known = fault(rung, cause)
     assert (broken.meaning, broken.remedy) == (known.meaning, known.remedy)
     assert "\n" not in f"{broken.detail}{broken.meaning}{broken.remedy}"
+    if name == "a cascade waits":
+        assert broken.what.startswith("int4_feed_forward: ")
     if inject is None and name == "no bindings":
         install()
 
