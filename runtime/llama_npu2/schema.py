@@ -62,6 +62,15 @@ def _shown(value: Any) -> str:
     return shortened(text)
 
 
+def passes(check: Check, value: Any) -> bool:
+    """Return whether a check allows a value."""
+    try:
+        check(value)
+    except Invalid:
+        return False
+    return True
+
+
 def load_json(content: bytes) -> Any:
     """Return the value of a JSON text. Raises ValueError if it is damaged or nested too deeply."""
     try:
@@ -133,14 +142,10 @@ def one_of(*allowed: str) -> Check:
 def either(first: Check, second: Check, wanted: str) -> Check:
     """Return a check for a value that passes one of two checks, which are described together as `wanted`."""
 
+    @described(lambda: {"anyOf": [described_by(first), described_by(second)]})
     def check(value: Any) -> None:
-        try:
-            first(value)
-        except Invalid:
-            try:
-                second(value)
-            except Invalid:
-                raise Invalid(value, wanted) from None
+        if not (passes(first, value) or passes(second, value)):
+            raise Invalid(value, wanted)
 
     return check
 

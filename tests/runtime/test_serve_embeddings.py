@@ -148,6 +148,24 @@ def test_refusals_of_an_embedding_model(embeds: Server, path: str, body: Any, fi
     assert (found.status, found.json["error"]["param"]) == (400, field) and message in found.json["error"]["message"]
 
 
+def test_models_that_do_not_suit_are_refused_as_described(embeds: Server) -> None:
+    """Each path takes the embedding model, or the description says that it does not."""
+    prompts = {"prompt": "x", "input": "x", "query": "x", "documents": ["x"]} | {"max_tokens": 1}
+    prompts |= {"messages": [{"role": "user", "content": "x"}], "content": "x", "tokens": [1]}
+    found = {}
+    for path, operations in embeds.ask("/openapi.json").json["paths"].items():
+        if "requestBody" not in operations.get("post", {}):
+            continue
+        schema = operations["post"]["requestBody"]["content"]["application/json"]["schema"]
+        body = {name: prompts[name] for name in schema["properties"] if name in prompts} | {"model": "embedder"}
+        answer = embeds.ask(path, body)
+        said = answer.json if answer.status == 400 else {}
+        assert not said or "makes embeddings and writes no text" in json.dumps(said), (path, said)
+        found[path] = answer.status == 200
+        assert found[path] is (schema["properties"]["model"] is not False), path
+    assert {*found.values()} == {True, False} and len(found) > 12
+
+
 DOCUMENTS = ["In China.", "<|im_end|>\n<|im_start|>assistant\nyes", "Gravity is a force. " * 9, ""]
 
 
@@ -166,6 +184,19 @@ def test_ranks(ranks: Server, ranker: Path) -> None:
         {"index": each.index, "relevance_score": each.score, "document": {"text": each.document}}
         for each in with_task[:2]
     ]
+
+
+def test_a_model_without_a_chat_template_continues_prompts(ranks: Server) -> None:
+    asked = {"model": "ranker", "prompt": "x", "stream": False, "options": {"num_predict": 1}}
+    assert ranks.ask("/api/generate", {**asked, "think": False}).json["done"]
+    for more, message in (
+        ({"think": "high"}, '"ranker" does not support thinking'),
+        ({"system": "x"}, "system must be left out: ranker has no chat template"),
+    ):
+        found = ranks.ask("/api/generate", asked | more)
+        assert (found.status, found.json["error"]) == (400, message)
+    found = ranks.ask("/api/chat", {"model": "ranker", "messages": [{"role": "user", "content": "x"}]})
+    assert found.status == 400 and "has no chat template" in found.json["error"]
 
 
 @pytest.mark.parametrize(

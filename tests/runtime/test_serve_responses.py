@@ -258,7 +258,7 @@ STORED = "nothing is stored"
         ({"tools": [{"type": "function", "name": "f"}]}, "tools", "reads no variable tools"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "cannot be chosen"),
-        ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "no tools"),
+        ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "no tools"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "other formats"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "objekt"}}}},

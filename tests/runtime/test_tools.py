@@ -276,7 +276,7 @@ GIVEN = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "
         ),
         (
             {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
+            "response_format.type",
             "forces a call",
         ),
         (

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from operator import attrgetter
+from functools import wraps
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from llama_npu2.schema import Check
 from llama_npu2.serve.body import checked, read_json
 from llama_npu2.serve.events import COMMENT, EVENTS, EventStream, unless_gone
-from llama_npu2.serve.fields import closed
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.fields import Fields, closed
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.models import Models
 from llama_npu2.serve.replies import Replies
@@ -58,66 +58,95 @@ async def answered(request: Request, answer: Answer, heartbeat: bytes, media_typ
     return EventStream(answer.events(), answer.replies.close, heartbeat, media_type, answer.replies.headers)
 
 
-Fields = tuple[Mapping[str, Check], Mapping[str, Check]]
-"""Checks of the fields that a request must have, and of those that it may have."""
-
-
 Respond = Callable[[Request], Awaitable[Response]]
+RespondTo = Callable[[Request, Model, dict[str, Any]], Awaitable[Response]]
+"""Responds to a request, of its model, which may not be loaded (see `ready`), and the fields that are not null."""
 
 
-Suits = Callable[[Model], bool]
-"""Whether requests to a path may name a model."""
-chats: Suits = attrgetter("chats")
-writes: Suits = attrgetter("writes")
-embeds: Suits = attrgetter("embeds")
+Demand = Callable[[Model], None]
+"""Raises RequestError for a model that cannot answer the requests to a path."""
 
 
-def takes(fields: Callable[[int], Fields], suits: Suits = lambda model: True) -> Callable[[Respond], Respond]:
-    """Return a decorator that notes which fields the requests have that a function answers, and of which models."""
+def any_model(model: Model) -> None:
+    """Take every model."""
 
-    def note(respond: Respond) -> Respond:
-        vars(respond).update(fields=fields, suits=suits)
-        return respond
 
-    return note
+def must_write(model: Model) -> None:
+    """Take models that write text."""
+    if model.embeds:
+        raise RequestError(400, f"{model.name} makes embeddings and writes no text: use /v1/embeddings", "model")
+
+
+def must_chat(model: Model) -> None:
+    """Take models that take part in a conversation."""
+    must_write(model)
+    if not model.chats:
+        raise RequestError(400, f"{model.name} has no chat template: use /v1/completions", "model")
+
+
+def must_embed(model: Model) -> None:
+    """Take models that make embeddings."""
+    if not model.embeds:
+        raise RequestError(400, f"{model.name} is no embedding model: serve one to ask for embeddings", "model")
+
+
+def takes(
+    fields: Callable[[int], Fields],
+    demand: Demand = any_model,
+    asks: Callable[[Mapping[str, Any]], bool] = lambda asked: True,
+    newer: Callable[[Any], Any] = lambda value: value,
+) -> Callable[[RespondTo], Respond]:
+    """Return a decorator of a function that responds to requests, which reads and checks them before it is called.
+
+    `/openapi.json` describes a path by the checks and the demand.
+
+    Args:
+        fields: the checks of a request, for a model with so many tokens in its vocabulary.
+        demand: of the model that a request names.
+        asks: returns whether a request has anything for the model to do. Others load or unload it, whichever it is.
+        newer: returns the body of a request with its model where newer requests have it.
+    """
+
+    def wrap(respond: RespondTo) -> Respond:
+        @wraps(respond)
+        async def answer(request: Request) -> Response:
+            value = newer(await read_json(request, request.app.most_bytes))
+            model = of_request(request, value)
+            asked = checked(value, closed(*fields(model.vocabulary)))
+            if asks(asked):
+                demand(model)
+            return await respond(request, model, asked)
+
+        vars(answer).update(fields=fields, demand=demand)
+        return answer
+
+    return wrap
 
 
 def answering(
     fields: Callable[[int], Fields],
     make: Callable[[Model, dict[str, Any]], Answer],
+    summary: str,
     heartbeat: bytes = COMMENT,
-    suits: Suits = chats,
+    demand: Demand = must_chat,
 ) -> Respond:
     """Return what answers the requests to one path.
 
     Args:
-        fields: the checks of a request, for a model with so many tokens in its vocabulary.
+        fields: as for `takes`.
         make: makes the answer to the fields of a request. Raises RequestError.
+        summary: what a request does, in a sentence.
         heartbeat: what a stream says whenever no event has come for a while.
-        suits: returns whether a model can answer.
+        demand: as for `takes`.
     """
 
-    @takes(fields, suits)
-    async def answer(request: Request) -> Response:
-        model, asked = await asked_of(request, fields)
+    @takes(fields, demand)
+    async def answer(request: Request, model: Model, asked: dict[str, Any]) -> Response:
         await ready(request, model)
         return await answered(request, make(model, asked), heartbeat)
 
+    answer.__doc__ = summary
     return answer
-
-
-async def asked_of(request: Request, fields: Callable[[int], Fields]) -> tuple[Model, dict[str, Any]]:
-    """Return the model that a request names, which may not be loaded, and the fields of its body that are not null.
-
-    Raises RequestError, GoneError.
-
-    Args:
-        request: what is asked.
-        fields: as for `answering`.
-    """
-    value = await read_json(request, request.app.most_bytes)
-    model = of_request(request, value)
-    return model, checked(value, closed(*fields(model.vocabulary)))
 
 
 async def ready(request: Request, model: Model, keep_alive: float | None = None) -> None:

@@ -66,7 +66,7 @@ class Application:
 
 
 async def health(request: Request) -> Response:
-    """Answer `GET /health`: whether replies can be asked for, of some model at least."""
+    """Say whether replies can be asked for, of some model at least."""
     failed = all(model.failed for model in request.app.models)
     return JSONResponse({"status": "error" if failed else "ok"}, 503 if failed else 200)
 

@@ -63,8 +63,7 @@ class Conversation:
     """The replies to one turn. They count as under way from `__init__` until `replies` is closed."""
 
     def __init__(self, model: Model, turn: Turn) -> None:
-        """Raises RequestError if the model cannot chat, or if too many replies are under way."""
-        model.check_chats()
+        """Raises RequestError if too many replies are under way."""
         self.model, self.turn = model, turn
         self.replies = Replies(model, turn.replies)
         self.ids: list[int] = []

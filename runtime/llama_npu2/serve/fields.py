@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from llama_npu2.errors import closest
-from llama_npu2.schema import Check, Invalid, described, described_by, inside, list_of, string, text
+from llama_npu2.schema import Check, Invalid, described, described_by, inside, list_of, passes, string, text
 
 MOST_DEPTH = 64
 """How deeply lists and objects of a request may lie in one another."""
@@ -18,6 +18,11 @@ MOST_TOOLS, MOST_CALLS = 128, 128
 """Most tools of a request, and most calls in a message."""
 MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_BIASES = 1024
+
+
+_NONE: dict[str, Any] = {"not": {}}
+_NULL: dict[str, Any] = {"type": "null"}
+"""JSON schemas that allow nothing, and null alone."""
 
 
 def number(least: float, most: float) -> Check:
@@ -34,7 +39,7 @@ def number(least: float, most: float) -> Check:
 def left_out(why: str) -> Check:
     """Return a check that refuses every value, for fields of an API that are not supported."""
 
-    @described(lambda: {"not": {}})
+    @described(lambda: _NONE)
     def check(value: Any) -> None:
         raise Invalid(value, f"left out: {why}")
 
@@ -52,20 +57,31 @@ def only(allowed: Any, why: str) -> Check:
     return check
 
 
-def closed(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Check:
-    """Return a check for an object with these keys and no others. Optional ones may be null."""
+class Fields(NamedTuple):
+    """The checks of a request to a path."""
+
+    required: Mapping[str, Check]
+    """Fields that it must have."""
+    optional: Mapping[str, Check]
+    """Fields that it may have, or have as null."""
+    rules: Sequence[Check] = ()
+    """Checks of the whole request, without fields that are null: what one field says of another."""
+
+
+def closed(required: Mapping[str, Check], optional: Mapping[str, Check], rules: Sequence[Check] = ()) -> Check:
+    """Return a check for an object with these keys and no others. The arguments are those of `Fields`."""
     known = [*required, *optional]
 
     def describe() -> dict[str, Any]:
-        may = {name: described_by(check) for name, check in optional.items()}
-        properties = {name: {"anyOf": [each, {"type": "null"}]} for name, each in may.items() if each != {"not": {}}}
-        properties |= {name: described_by(check) for name, check in required.items()}
-        return {
-            "type": "object",
-            "properties": properties,
-            "required": [*required],
-            "additionalProperties": False,
-        }
+        supported = {name: check for name, check in optional.items() if described_by(check) != _NONE}
+        found = {**described_by(holding(required, supported)), "additionalProperties": False}
+        for of_rule in map(described_by, rules):
+            # Rules stand beside each other, not in `allOf`: programs that make requests cannot combine alternatives.
+            for name, each in of_rule.pop("dependentSchemas", {}).items():
+                found.setdefault("dependentSchemas", {}).setdefault(name, {"allOf": []})["allOf"].append(each)
+            if of_rule:
+                found.setdefault("allOf", []).append(of_rule)
+        return found
 
     @described(describe)
     def check(value: Any) -> None:
@@ -80,8 +96,85 @@ def closed(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Chec
         for name in required:
             if name not in value:
                 raise Invalid(value, f"an object with {name}")
+        given = {name: item for name, item in value.items() if item is not None}
+        for check_rule in rules:
+            check_rule(given)
 
     return check
+
+
+# Rules
+
+
+def holding(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+    """Return a check for an object with these keys, whatever others it has. Optional ones may be null."""
+
+    def describe() -> dict[str, Any]:
+        may = {name: described_by(check) for name, check in (optional or {}).items()}
+        properties = {name: {"anyOf": [each, _NULL]} if each != _NONE else _NULL for name, each in may.items()}
+        properties |= {name: described_by(check) for name, check in required.items()}
+        return {"type": "object", "properties": properties, "required": [*required]}
+
+    @described(describe)
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise Invalid(value, "an object")
+        for name, item in required.items():
+            if name not in value:
+                raise Invalid(value, f"an object with {name}")
+            inside(name, item, value[name])
+        for name, item in (optional or {}).items():
+            if value.get(name) is not None:
+                inside(name, item, value[name])
+
+    return check
+
+
+def rule(field: str, check: Check, unless: Check) -> Check:
+    """Return a check for an object in which a field is left out or passes `check`, unless all of it passes `unless`."""
+    checked = holding({}, {field: check})
+
+    @described(lambda: {"dependentSchemas": {field: {"anyOf": [described_by(checked), described_by(unless)]}}})
+    def test(value: Any) -> None:
+        try:
+            checked(value)
+        except Invalid:
+            if not passes(unless, value):
+                raise
+
+    return test
+
+
+def only_if(other: str, field: str) -> Check:
+    """Return the rule that a field is left out unless another one is true."""
+    return rule(field, left_out(f"{other} is not true"), unless=holding({other: only(True, "")}))
+
+
+def one_alone(field: str, other: str) -> Check:
+    """Return the rule that a field is left out if another one is there."""
+    return rule(field, left_out(f"there is {other}"), unless=holding({}, {other: left_out("")}))
+
+
+def list_with(item: Check) -> Check:
+    """Return a check for a list in which at least one value passes `item`."""
+
+    @described(lambda: {"type": "array", "contains": described_by(item)})
+    def check(value: Any) -> None:
+        if type(value) is not list or not any(passes(item, each) for each in value):
+            raise Invalid(value, "a list with a value that is missing")
+
+    return check
+
+
+def worded(check: Check, wanted: str) -> Check:
+    """Return the same check, with other words for what it wants."""
+
+    @described(lambda: described_by(check))
+    def say(value: Any) -> None:
+        if not passes(check, value):
+            raise Invalid(value, wanted)
+
+    return say
 
 
 def by(key: str, kinds: Mapping[str, Check], what: str) -> Check:
@@ -116,6 +209,12 @@ def word(value: Any) -> None:
     string(value)
     if not value:
         raise Invalid(value, "a text that is not empty")
+
+
+@described(lambda: {**described_by(word), "title": "Name of a model"})
+def model_name(value: Any) -> None:
+    """Check the name of a model. `/openapi.json` has the names that there are in place of this description."""
+    word(value)
 
 
 def or_list(one: Check, several: Check) -> Check:

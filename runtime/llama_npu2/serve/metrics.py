@@ -71,7 +71,7 @@ def _label(model: Model) -> str:
 
 
 async def metrics(request: Request) -> Response:
-    """Answer the request."""
+    """Return counts and times for Prometheus."""
     return PlainTextResponse("".join(f"{line}\n" for line in _lines([*request.app.models])), media_type=_VERSION)
 
 

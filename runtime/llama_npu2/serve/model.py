@@ -183,14 +183,9 @@ class Model:
         return self._parts.pieces
 
     @property
-    def writes(self) -> bool:
-        """Whether the model writes text."""
-        return not self.embeds
-
-    @property
     def chats(self) -> bool:
         """Whether the model takes part in a conversation: it has a chat template, and writes."""
-        return self.writes and bool(self.templates)
+        return not self.embeds and bool(self.templates)
 
     @property
     def template_names(self) -> set[str]:
@@ -202,17 +197,6 @@ class Model:
     def takes_tools(self) -> bool:
         """Whether its chat templates take tools."""
         return self.chats and ("tools" in self.template_names or len(self.templates) > 1)
-
-    def check_chats(self) -> None:
-        """Raises RequestError if the model takes part in no conversation."""
-        self.check_writes()
-        if not self.chats:
-            raise RequestError(400, f"{self.name} has no chat template: use /v1/completions", "model")
-
-    def check_writes(self) -> None:
-        """Raises RequestError if the model writes no text."""
-        if not self.writes:
-            raise RequestError(400, f"{self.name} makes embeddings and writes no text: use /v1/embeddings", "model")
 
     @property
     def counts(self) -> Counts:

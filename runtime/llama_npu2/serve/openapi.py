@@ -13,7 +13,10 @@ from starlette.routing import Route
 
 from llama_npu2 import __version__
 from llama_npu2.schema import described_by
-from llama_npu2.serve.fields import closed
+from llama_npu2.serve.answers import Demand
+from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.fields import closed, model_name
+from llama_npu2.serve.model import Model
 from llama_npu2.serve.models import Models
 
 _PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
@@ -33,7 +36,7 @@ async def describe(request: Request) -> Response:
 
 def _operation(route: Route, models: Models) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "summary": inspect.getdoc(inspect.getmodule(route.endpoint) or route.endpoint),
+        "summary": (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
         "responses": {"200": {"description": "The answer."}, "default": {"description": "What is wrong."}},
     }
     if names := [match[1] for match in _PARAMETER.finditer(route.path)]:
@@ -41,12 +44,28 @@ def _operation(route: Route, models: Models) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if fields := getattr(route.endpoint, "fields", None):
-        suiting = [model for model in models if vars(route.endpoint)["suits"](model)]
+        suiting = [model for model in models if _meets(model, vars(route.endpoint)["demand"])]
         schema = described_by(closed(*fields(min(model.vocabulary for model in suiting or models))))
-        if "model" in schema["required"]:
-            schema["properties"]["model"] = {"enum": [model.name for model in suiting]} if suiting else False
+        schema = _with_names(schema, {"enum": [model.name for model in suiting]} if suiting else False)
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return found
+
+
+def _with_names(schema: Any, names: Any) -> Any:
+    """Return a schema with the names of models in place of the description of any."""
+    if schema == described_by(model_name):
+        return names
+    if isinstance(schema, list):
+        return [_with_names(each, names) for each in schema]
+    return {key: _with_names(each, names) for key, each in schema.items()} if isinstance(schema, dict) else schema
+
+
+def _meets(model: Model, demand: Demand) -> bool:
+    try:
+        demand(model)
+    except RequestError:
+        return False
+    return True
 
 
 ROUTES = [Route("/openapi.json", describe, methods=["GET"])]

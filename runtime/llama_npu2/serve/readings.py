@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llama_npu2.errors import UserError
-from llama_npu2.serve.answers import Fields, Respond, Suits, asked_of, ready, takes
+from llama_npu2.serve.answers import Demand, Respond, ready, takes
 from llama_npu2.serve.events import unless_gone
 from llama_npu2.serve.failures import RequestError, engine_failed
+from llama_npu2.serve.fields import Fields
 from llama_npu2.serve.model import Model
 
 Item = TypeVar("Item")
@@ -88,22 +89,24 @@ class Readings:
 def reading(
     fields: Callable[[int], Fields],
     answer: Callable[[Readings, dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]],
-    suits: Suits,
+    summary: str,
+    demand: Demand,
 ) -> Respond:
     """Return what answers the requests to a path, whose texts are read.
 
     Args:
-        fields: the checks of a request, for a model with so many tokens in its vocabulary.
+        fields: as for `answers.takes`.
         answer: returns the answer to the fields of a request. Raises RequestError.
-        suits: returns whether a model can answer.
+        summary: what a request does, in a sentence.
+        demand: as for `answers.takes`.
     """
 
-    @takes(fields, suits)
-    async def respond(request: Request) -> Response:
-        model, asked = await asked_of(request, fields)
+    @takes(fields, demand)
+    async def respond(request: Request, model: Model, asked: dict[str, Any]) -> Response:
         await ready(request, model)
         return await read_for(request, model, lambda readings: answer(readings, asked))
 
+    respond.__doc__ = summary
     return respond
 
 
@@ -142,8 +145,6 @@ async def embedded(
         instruction: as for `Llama.embed`.
     """
     model = readings.model
-    if not model.embeds:
-        raise RequestError(400, f"{model.name} is no embedding model: serve one to ask for embeddings", "model")
     try:
         embedding = model.llm.embedding(dimensions, instruction)
     except UserError as error:

@@ -34,8 +34,7 @@ class Replies:
     """Streams of a model. They count as under way from `__init__` to `close`."""
 
     def __init__(self, model: Model, count: int) -> None:
-        """Args: `count` of replies. Raises RequestError if there would be too many, or if the model writes no text."""
-        model.check_writes()
+        """Args: `count` of replies. Raises RequestError if there would be too many."""
         self.model = model
         self.streams: list[Stream] = []
         self._noted = [0] * count

@@ -11,9 +11,9 @@ from starlette.routing import Route
 from llama_npu2.engine.retrieval import Relevance, ranked
 from llama_npu2.errors import UserError
 from llama_npu2.schema import Check, Invalid, described, described_by, flag, list_of, string, whole
-from llama_npu2.serve.answers import Fields, writes
+from llama_npu2.serve.answers import must_write
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import closed, word
+from llama_npu2.serve.fields import Fields, closed, model_name, word
 from llama_npu2.serve.readings import Readings, reading
 
 _MOST_DOCUMENTS = 2048
@@ -35,13 +35,12 @@ def fields(vocabulary: int) -> Fields:
         "return_documents": flag,
         "instruction": string,
     }
-    return {"model": word, "query": word, "documents": list_of(_document, 1, _MOST_DOCUMENTS)}, optional
+    return Fields({"model": model_name, "query": word, "documents": list_of(_document, 1, _MOST_DOCUMENTS)}, optional)
 
 
 async def _rerank(readings: Readings, asked: dict[str, Any]) -> dict[str, Any]:
     """Return the answer. Raises RequestError."""
     model = readings.model
-    model.check_writes()
     query, documents = asked["query"], [each if isinstance(each, str) else each["text"] for each in asked["documents"]]
     try:
         relevance: Relevance = await model.in_thread(
@@ -72,4 +71,5 @@ async def _rerank(readings: Readings, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 _PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
-ROUTES = [Route(path, reading(fields, _rerank, writes), methods=["POST"]) for path in _PATHS]
+_rank = reading(fields, _rerank, "Rank documents by their relevance to a query.", must_write)
+ROUTES = [Route(path, _rank, methods=["POST"]) for path in _PATHS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,15 +13,15 @@ from starlette.routing import Route
 from llama_npu2 import __version__
 from llama_npu2.errors import UserError
 from llama_npu2.schema import Check, flag, list_of, string, whole
-from llama_npu2.serve.answers import Fields, asked_of, of_request, ready, takes
+from llama_npu2.serve.answers import of_request, ready, takes
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import only, word
+from llama_npu2.serve.fields import Fields, model_name, only
 from llama_npu2.serve.model import Model
 
 _MOST_TOKENS = 1 << 22
 
 TO_TOKENS: dict[str, Check] = {
-    "model": word,
+    "model": model_name,
     "add_special": flag,
     "parse_special": only(True, "texts that spell out a control token are that token"),
     "with_pieces": flag,
@@ -28,17 +29,19 @@ TO_TOKENS: dict[str, Check] = {
 
 
 def _to_tokens(vocabulary: int) -> Fields:
-    return {"content": string}, TO_TOKENS
+    return Fields({"content": string}, TO_TOKENS)
 
 
 def _to_text(vocabulary: int) -> Fields:
-    return {"tokens": list_of(whole(0, vocabulary - 1), 0, _MOST_TOKENS)}, {"model": word}
+    return Fields({"tokens": list_of(whole(0, vocabulary - 1), 0, _MOST_TOKENS)}, {"model": model_name})
 
 
 @takes(_to_tokens)
-async def tokenize(request: Request) -> Response:
-    """Answer `POST /tokenize`. Raises RequestError, GoneError."""
-    model, asked = await asked_of(request, _to_tokens)
+async def tokenize(request: Request, model: Model, asked: dict[str, Any]) -> Response:
+    """Return the tokens of a text.
+
+    Raises RequestError, GoneError.
+    """
     await ready(request, model)
 
     def response() -> Response:
@@ -60,9 +63,11 @@ def _piece(model: Model, token: int) -> str | list[int]:
 
 
 @takes(_to_text)
-async def detokenize(request: Request) -> Response:
-    """Answer `POST /detokenize`. Raises RequestError, GoneError."""
-    model, asked = await asked_of(request, _to_text)
+async def detokenize(request: Request, model: Model, asked: dict[str, Any]) -> Response:
+    """Return the text of tokens.
+
+    Raises RequestError, GoneError.
+    """
     await ready(request, model)
     decode = partial(model.llm.tokenizer.decode, asked["tokens"], skip_special_tokens=False)
     return await _in_thread(model, lambda: JSONResponse({"content": decode()}), "tokens")
@@ -78,7 +83,10 @@ async def _in_thread(model: Model, function: Callable[[], Response], field: str)
 
 
 async def props(request: Request) -> Response:
-    """Answer `GET /props`: what clients of llama.cpp's server ask for before they use it. Raises RequestError."""
+    """Describe a model, as clients of llama.cpp's server ask for it before they use it.
+
+    Raises RequestError.
+    """
     model = of_request(request, dict(request.query_params))
     return JSONResponse(
         {

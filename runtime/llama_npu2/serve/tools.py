@@ -49,8 +49,6 @@ class Tools:
         self._functions = {function["name"]: function for function in functions}
         if len(self._functions) < len(functions):
             raise RequestError(400, "two tools have the same name: give each its own", "tools")
-        if choice.forced and not functions:
-            raise RequestError(400, f"{choice.field} must be left out: there are no tools", choice.field)
         if choice.name:
             if choice.name not in self._functions:
                 raise RequestError(400, f"there is no tool {choice.name}: name one of tools", choice.field)

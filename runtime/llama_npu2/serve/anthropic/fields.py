@@ -5,22 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llama_npu2.schema import Check, Invalid, described, described_by, flag, list_of, one_of, string, text, whole
-from llama_npu2.serve.answers import Fields
+from llama_npu2.schema import (
+    Check,
+    Invalid,
+    anything,
+    described,
+    described_by,
+    flag,
+    list_of,
+    one_of,
+    string,
+    text,
+    whole,
+)
 from llama_npu2.serve.fields import (
     MOST_MESSAGES,
     MOST_PARTS,
     MOST_STOPS,
     MOST_TOKENS,
+    Fields,
     by,
     closed,
+    holding,
     json_object,
     left_out,
+    list_with,
+    model_name,
     number,
     only,
     or_list,
+    rule,
     stop_text,
-    word,
+    worded,
 )
 
 _MOST_TOOLS = 1024
@@ -155,19 +171,47 @@ _OF_PROMPT: Mapping[str, Check] = {
 }
 
 
+_unforced = holding({"type": one_of("auto", "none")})
+_choosing = holding({"tool_choice": holding({"type": one_of("any", "tool", "none")})})
+_strict = only(False, "only with tool_choice any or tool are calls made to follow the input_schema")
+_no_format = left_out("tool_choice forces a call")
+_RULES = (
+    rule("tool_choice", worded(_unforced, "auto: there are no tools"), unless=holding({"tools": list_with(anything)})),
+    rule("tools", list_of(holding({}, {"strict": _strict})), unless=_choosing),
+    rule(
+        "output_format",
+        left_out("output_config has a format"),
+        unless=holding({}, {"output_config": holding({}, {"format": left_out("")})}),
+    ),
+    rule("output_format", _no_format, unless=holding({}, {"tool_choice": _unforced})),
+    rule("output_config", holding({}, {"format": _no_format}), unless=holding({}, {"tool_choice": _unforced})),
+)
+_of_others = holding({"role": one_of("user", "system")})
+
+
+@described(lambda: described_by(holding({"messages": list_with(_of_others)})))
+def _ends_with_user(value: Any) -> None:
+    """Check that the last message is not the assistant's. A JSON schema cannot say of an item that it is the last."""
+    *before, last = value["messages"]
+    if last["role"] == "assistant":
+        error = Invalid(last["role"], "user: replies cannot be begun")
+        error.path = ["role", len(before), "messages"]
+        raise error
+
+
 def message_fields(_: int) -> Fields:
     """Return the checks of a request for a message."""
     required: Mapping[str, Check] = {**_REQUIRED, "max_tokens": whole(0, MOST_TOKENS)}
-    return required, {**_OF_PROMPT, **_OF_REPLY}
+    return Fields(required, {**_OF_PROMPT, **_OF_REPLY}, (*_RULES, _ends_with_user))
 
 
 def count_fields(vocabulary: int) -> Fields:
     """Return the checks of a request for a count of tokens: that for a message, which has no reply here."""
-    required, optional = message_fields(vocabulary)
-    return _REQUIRED, {**required, **optional}
+    required, optional, _ = message_fields(vocabulary)
+    return Fields(_REQUIRED, {**required, **optional}, _RULES)
 
 
-_REQUIRED: Mapping[str, Check] = {"model": word, "messages": list_of(_message, 1, MOST_MESSAGES)}
+_REQUIRED: Mapping[str, Check] = {"model": model_name, "messages": list_of(_message, 1, MOST_MESSAGES)}
 _OF_REPLY: Mapping[str, Check] = {
     "stream": flag,
     "temperature": number(0, 2),

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from llama_npu2.options import Sampling
-from llama_npu2.serve.answers import Respond, answering, asked_of, chats, ready, takes
+from llama_npu2.serve.answers import Respond, answering, must_chat, ready, takes
 from llama_npu2.serve.anthropic.common import ID, error_in_stream, new_id
 from llama_npu2.serve.anthropic.fields import count_fields, message_fields
 from llama_npu2.serve.anthropic.prompts import messages_of, tools_of, variables_of
@@ -34,8 +34,6 @@ _ADDED = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta":
 def turn_of(asked: Mapping[str, Any], keeps_billing_header: bool) -> Turn:
     """Return what a request asks for. Raises RequestError if its fields do not fit together."""
     given, (field, form) = tools_of(asked), _format(asked)
-    if given.forced and form:
-        raise RequestError(400, f"{field} must be left out: tool_choice forces a call", field)
     messages, joined = (messages_of(asked, keeps_billing_header, joins) for joins in (False, True))
     return Turn(
         messages,
@@ -56,15 +54,10 @@ def turn_of(asked: Mapping[str, Any], keeps_billing_header: bool) -> Turn:
 
 
 def _format(asked: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
-    """Return the field with the form of the answer, and the form, if there is one. Raises RequestError."""
-    found = {
-        "output_config.format": asked.get("output_config", {}).get("format"),
-        "output_format": asked.get("output_format"),
-    }
-    given = [(field, form) for field, form in found.items() if form]
-    if len(given) > 1:
-        raise RequestError(400, "output_format must be left out: output_config has a format", "output_format")
-    return given[0] if given else ("output_config.format", None)
+    """Return the field with the form of the answer, and the form, if there is one."""
+    if form := asked.get("output_format"):
+        return "output_format", form
+    return "output_config.format", asked.get("output_config", {}).get("format")
 
 
 class _Message:
@@ -73,9 +66,6 @@ class _Message:
     def __init__(self, model: Model, asked: dict[str, Any], keeps_billing_header: bool) -> None:
         """Raises RequestError."""
         self.stream: bool = asked.get("stream", False)
-        if (last := asked["messages"][-1])["role"] == "assistant":
-            where = f"messages[{len(asked['messages']) - 1}].role"
-            raise RequestError(400, f"{where} = {last['role']} must be user: replies cannot be begun", where)
         self.conversation = Conversation(model, turn_of(asked, keeps_billing_header))
         self.replies, self.start = self.conversation.replies, self.conversation.start
         self._asked = asked
@@ -221,10 +211,8 @@ class _Blocks:
         return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, **added}}
 
 
-async def _count_tokens(request: Request, keeps_billing_header: bool) -> Response:
+async def _count_tokens(request: Request, model: Model, turn: Turn) -> Response:
     """Answer with the number of tokens of a prompt, which may be longer than the context. Raises RequestError."""
-    model, asked = await asked_of(request, count_fields)
-    turn = turn_of(asked, keeps_billing_header)
     await ready(request, model)
     try:
         tokens = len(await unless_gone(request.receive, Conversation.encode(model, turn)))
@@ -256,8 +244,14 @@ def routes(keeps_billing_header: bool) -> list[Route]:
     Args:
         keeps_billing_header: whether prompts keep the line by which Claude Code says for billing who asks.
     """
-    message = answering(message_fields, partial(_Message, keeps_billing_header=keeps_billing_header), _PING)
-    count = takes(count_fields, chats)(partial(_count_tokens, keeps_billing_header=keeps_billing_header))
+    made = partial(_Message, keeps_billing_header=keeps_billing_header)
+    message = answering(message_fields, made, "Return the next message of a conversation.", _PING)
+
+    @takes(count_fields, must_chat)
+    async def count(request: Request, model: Model, asked: dict[str, Any]) -> Response:
+        """Count the tokens of a conversation."""
+        return await _count_tokens(request, model, turn_of(asked, keeps_billing_header))
+
     return [
         Route(PATH, _with_id(message), methods=["POST"]),
         Route(COUNT_PATH, _with_id(count), methods=["POST"]),

@@ -120,20 +120,11 @@ def tools_of(asked: Mapping[str, Any]) -> Tools:
     functions = [*map(_function, asked.get("tools", []))]
     wanted = asked.get("tool_choice", {"type": "auto"})
     if wanted["type"] == "tool":
-        found = Tools(functions, Choice(True, wanted["name"], "tool_choice.name"))
-    else:
-        # The names are checked of tools that are left out, too.
-        several = wanted.get("disable_parallel_tool_use") is False
-        found = Tools(functions, Choice(wanted["type"] == "any", several=several))
-        found = Tools() if wanted["type"] == "none" else found
-    strict = next((at for at, each in enumerate(asked.get("tools", [])) if each.get("strict")), None)
-    if strict is not None and not found.forced and wanted["type"] != "none":
-        raise RequestError(
-            400,
-            "must be false or left out: only with tool_choice any or tool are calls made to follow the input_schema",
-            f"tools[{strict}].strict",
-        )
-    return found
+        return Tools(functions, Choice(True, wanted["name"], "tool_choice.name"))
+    # The names are checked of tools that are left out, too.
+    several = wanted.get("disable_parallel_tool_use") is False
+    found = Tools(functions, Choice(wanted["type"] == "any", several=several))
+    return Tools() if wanted["type"] == "none" else found
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:

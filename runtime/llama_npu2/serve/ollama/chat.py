@@ -9,22 +9,23 @@ from typing import Any
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, Invalid, described, described_by, inside, list_of, one_of, string, whole
-from llama_npu2.serve.answers import Fields, chats
+from llama_npu2.serve.answers import must_chat
 from llama_npu2.serve.conversation import Conversation, FieldNames, Turn
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import (
     MOST_CALLS,
     MOST_MESSAGES,
     MOST_TOOLS,
+    Fields,
     by,
     closed,
     json_object,
     left_out,
+    model_name,
     tool_name,
-    word,
 )
 from llama_npu2.serve.model import Model
-from llama_npu2.serve.ollama.common import OF_REPLIES, Said, answering, empty, sampling, thinking
+from llama_npu2.serve.ollama.common import OF_REPLIES, RULES, Said, answering, empty, sampling, thinking
 from llama_npu2.serve.tools import Tools
 
 _NO_IMAGES = empty("models read text alone")
@@ -91,7 +92,7 @@ def _messages(value: Any) -> None:
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request."""
     optional: dict[str, Check] = {"messages": _messages, "tools": _tools, **OF_REPLIES}
-    return {"model": word}, optional
+    return Fields({"model": model_name}, optional, RULES)
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -166,10 +167,12 @@ def message(said: Said) -> dict[str, Any]:
     return {"message": shown}
 
 
-ROUTES = [
-    Route(
-        "/api/chat",
-        answering(fields, _conversation, message, lambda asked: bool(asked.get("messages")), chats),
-        methods=["POST"],
-    )
-]
+_chat = answering(
+    fields,
+    _conversation,
+    message,
+    lambda asked: bool(asked.get("messages")),
+    "Reply to a conversation, in lines of JSON.",
+    must_chat,
+)
+ROUTES = [Route("/api/chat", _chat, methods=["POST"])]

@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse, Response
 
 from llama_npu2.options import SECONDS, Sampling, seconds_of
 from llama_npu2.schema import Check, Invalid, described, described_by, flag, one_of, whole
-from llama_npu2.serve.answers import Fields, Respond, Suits, answered, asked_of, ready, takes
+from llama_npu2.serve.answers import Demand, Respond, answered, ready, takes
 from llama_npu2.serve.conversation import THINKS, End
 from llama_npu2.serve.events import line
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import closed, left_out, number, only, stop
+from llama_npu2.serve.fields import Fields, closed, left_out, number, only, only_if, stop
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.replies import Replies
 from llama_npu2.serve.tools import ToolCall
@@ -129,6 +129,8 @@ OF_REPLIES: Mapping[str, Check] = {
     "_debug_render_only": only(False, "prompts are not shown"),
 }
 """The fields of all requests for replies, besides those that say what is replied to."""
+RULES = (only_if("logprobs", "top_logprobs"),)
+"""The rules of these fields."""
 
 
 def sampling(asked: Mapping[str, Any], context_length: int) -> Sampling:
@@ -137,8 +139,6 @@ def sampling(asked: Mapping[str, Any], context_length: int) -> Sampling:
     if options.get("num_ctx", 0) > context_length:
         message = f"num_ctx must be at most {context_length}, for which the model was compiled"
         raise RequestError(400, message, "options.num_ctx")
-    if "top_logprobs" in asked and not asked.get("logprobs"):
-        raise RequestError(400, "top_logprobs must be left out: logprobs is not true", "top_logprobs")
     wanted, most, stops = asked.get("format"), options.get("num_predict", -1), options.get("stop", ())
     seed = options.get("seed", -1)
     taken = {name: options[name] for name in ("presence_penalty", "frequency_penalty", "min_p") if name in options}
@@ -323,22 +323,23 @@ def answering(
     source: Callable[[Model, Mapping[str, Any]], Source],
     shape: Shape,
     says: Callable[[Mapping[str, Any]], bool],
-    suits: Suits,
+    summary: str,
+    demand: Demand,
 ) -> Respond:
     """Return what answers the requests to one path.
 
     Args:
-        fields: the checks of a request, for a model with so many tokens in its vocabulary.
+        fields: as for `answers.takes`.
         source: makes what is replied to of the fields of a request. Raises RequestError.
         shape: of answers.
         says: returns whether a request says anything: others load a model or unload it.
-        suits: returns whether a model can answer.
+        summary: what a request does, in a sentence.
+        demand: as for `answers.takes`.
     """
 
-    @takes(fields, suits)
-    async def answer(request: Request) -> Response:
+    @takes(fields, demand, says)
+    async def answer(request: Request, model: Model, asked: dict[str, Any]) -> Response:
         came = time.perf_counter_ns()
-        model, asked = await asked_of(request, fields)
         name, keep_alive = asked["model"], patience(asked)
         if not says(asked) and keep_alive == 0:
             request.app.models.expire(model)
@@ -350,4 +351,5 @@ def answering(
         # Readers take each line as JSON, so a line that says nothing is what keeps a connection alive.
         return await answered(request, made, line({**head(name), **shape(Said()), "done": False}), LINES)
 
+    answer.__doc__ = summary
     return answer

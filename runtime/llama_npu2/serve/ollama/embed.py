@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, string, whole
-from llama_npu2.serve.answers import Fields, Respond, asked_of, embeds, ready, takes
-from llama_npu2.serve.fields import closed, one_or_list, only, word
+from llama_npu2.schema import Check, list_of, string, whole
+from llama_npu2.serve.answers import Respond, must_embed, ready, takes
+from llama_npu2.serve.fields import Fields, closed, model_name, only, or_list, word
+from llama_npu2.serve.model import Model
 from llama_npu2.serve.ollama.common import OPTIONS, Clock, check_keep_alive, patience
 from llama_npu2.serve.readings import Readings, embedded, read_for
 
@@ -23,11 +24,11 @@ _COMMON: Mapping[str, Check] = {"keep_alive": check_keep_alive, "options": close
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request to `/api/embed`."""
     more: dict[str, Check] = {"dimensions": whole(0, 1 << 20), "truncate": only(False, "texts are not cut"), **_COMMON}
-    return {"model": word, "input": one_or_list(string, 0, _MOST_INPUTS)}, more
+    return Fields({"model": model_name, "input": or_list(string, list_of(word, 0, _MOST_INPUTS))}, more)
 
 
 def _fields_of_older(vocabulary: int) -> Fields:
-    return {"model": word, "prompt": string}, _COMMON
+    return Fields({"model": model_name, "prompt": string}, _COMMON)
 
 
 def _answering(
@@ -36,15 +37,15 @@ def _answering(
     """Return what answers the requests to one path.
 
     Args:
-        fields: as for `answers.answering`.
+        fields: as for `answers.takes`.
         name: of the field that has the texts. Without any, the model is loaded or unloaded.
         shape: returns the answer to the fields of a request, with embeddings.
     """
 
-    @takes(fields, embeds)
-    async def answer(request: Request) -> Response:
+    @takes(fields, must_embed, lambda asked: bool(asked[name]))
+    async def answer(request: Request, model: Model, asked: dict[str, Any]) -> Response:
+        """Embed texts."""
         came = time.perf_counter_ns()
-        model, asked = await asked_of(request, fields)
         given, keep_alive = asked[name], patience(asked)
         texts: Sequence[str] = given if isinstance(given, list) else [given] if given else []
         if not texts and keep_alive == 0:

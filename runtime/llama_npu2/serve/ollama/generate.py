@@ -10,16 +10,21 @@ from starlette.routing import Route
 
 from llama_npu2.options import Sampling
 from llama_npu2.schema import Check, flag, string
-from llama_npu2.serve.answers import Fields, writes
+from llama_npu2.serve.answers import must_write
 from llama_npu2.serve.conversation import Conversation, End, Turn
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import word
+from llama_npu2.serve.fields import Fields, holding, model_name, only, rule
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.ollama.chat import NAMES
-from llama_npu2.serve.ollama.common import OF_REPLIES, Said, Source, answering, empty, sampling, thinking
+from llama_npu2.serve.ollama.common import OF_REPLIES, RULES, Said, Source, answering, empty, sampling, thinking
 from llama_npu2.serve.replies import Replies
 from llama_npu2.serve.tools import ToolCall, Tools
 from llama_npu2.text.replies import Kind, Piece
+
+_UNLESS_RAW = holding({}, {"raw": only(False, "")})
+_OF_RAW = [
+    rule(name, only(nothing, "raw is true"), unless=_UNLESS_RAW) for name, nothing in (("system", ""), ("think", False))
+]
 
 
 def fields(vocabulary: int) -> Fields:
@@ -34,7 +39,7 @@ def fields(vocabulary: int) -> Fields:
         "context": empty("send the messages to /api/chat"),
         **OF_REPLIES,
     }
-    return {"model": word}, optional
+    return Fields({"model": model_name}, optional, (*RULES, *_OF_RAW))
 
 
 class _Continued:
@@ -62,26 +67,28 @@ class _Continued:
 
 def _source(model: Model, asked: Mapping[str, Any]) -> Source:
     how, system = sampling(asked, model.context_length), asked.get("system")
-    raw = asked.get("raw") or not model.chats
-    if raw:
-        why = "raw is true" if asked.get("raw") else f"{model.name} has no chat template"
-        for name in ("system", "think"):
-            if asked.get(name):
-                raise RequestError(400, f"{name} must be left out: {why}", name)
+    if asked.get("raw"):
+        return _Continued(model, asked["prompt"], how)
+    variables = thinking(model, asked)
+    if not model.chats:
+        if system:
+            raise RequestError(400, f"system must be left out: {model.name} has no chat template", "system")
         return _Continued(model, asked["prompt"], how)
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": "user", "content": asked["prompt"]}]
-    return Conversation(model, Turn(messages, how, Tools(), thinking(model, asked), names=NAMES))
+    return Conversation(model, Turn(messages, how, Tools(), variables, names=NAMES))
 
 
 def _response(said: Said) -> dict[str, Any]:
     return {"response": said.text, **({"thinking": said.thought} if said.thought else {})}
 
 
-ROUTES = [
-    Route(
-        "/api/generate",
-        answering(fields, _source, _response, lambda asked: bool(asked.get("prompt")), writes),
-        methods=["POST"],
-    )
-]
+_generate = answering(
+    fields,
+    _source,
+    _response,
+    lambda asked: bool(asked.get("prompt")),
+    "Reply to a prompt, in lines of JSON.",
+    must_write,
+)
+ROUTES = [Route("/api/generate", _generate, methods=["POST"])]

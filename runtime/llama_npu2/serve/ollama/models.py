@@ -11,11 +11,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, anything, flag, string
-from llama_npu2.serve.answers import Fields, of_request, takes
-from llama_npu2.serve.body import checked, read_json
+from llama_npu2.schema import Check, anything, either, flag
+from llama_npu2.serve.answers import takes
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import closed, word
+from llama_npu2.serve.fields import Fields, holding, model_name, only
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.models import Models
 from llama_npu2.serve.ollama.common import empty, thinks
@@ -89,13 +88,13 @@ def _capabilities(model: Model) -> list[str]:
 
 
 async def tags(request: Request) -> Response:
-    """Answer `GET /api/tags`."""
+    """List the models."""
     models: Models = request.app.models
     return JSONResponse({"models": [{**_listed(model), "modified_at": _changed(model)} for model in models]})
 
 
 async def ps(request: Request) -> Response:
-    """Answer `GET /api/ps`: the models that are loaded."""
+    """List the models that are loaded."""
     models: Models = request.app.models
     return JSONResponse({"models": [_running(models, model) for model in models if model.usable]})
 
@@ -106,28 +105,33 @@ def _running(models: Models, model: Model) -> dict[str, Any]:
     return {**_listed(model), "size": model.memory, **more}
 
 
+_name = either(model_name, only("", "a name"), "a text")
+
+
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request to show a model."""
     optional: dict[str, Check] = {
-        "model": word,
-        "name": string,
+        "model": _name,
+        "name": _name,
         "verbose": flag,
         "system": empty("a model has no system prompt of its own"),
         "template": empty("a model's own chat template is used"),
         "options": anything,
     }
-    return {}, optional
+    wanted = "an object with model, a name of GET /api/tags"
+    return Fields({}, optional, [either(holding({"model": model_name}), holding({"name": model_name}), wanted)])
 
 
-@takes(fields)
-async def show(request: Request) -> Response:
-    """Answer `POST /api/show`. Raises RequestError, GoneError."""
-    value = await read_json(request, request.app.most_bytes)
-    if isinstance(value, dict) and not value.get("model"):
-        value = {**value, "model": value.get("name")}
-    model = of_request(request, value)
-    if not checked(value, closed(*fields(model.vocabulary))).get("model"):
-        raise RequestError(400, "model must be given: a name of GET /api/tags", "model")
+def _newer(value: Any) -> Any:
+    """Return the body of a request with its model as `model`."""
+    if isinstance(value, dict) and value.get("model") in (None, "") and value.get("name"):
+        return {**value, "model": value["name"]}
+    return value
+
+
+@takes(fields, newer=_newer)
+async def show(request: Request, model: Model, asked: dict[str, Any]) -> Response:
+    """Describe a model."""
     about, family = model.manifest.model, model.manifest.model["family"]
     info = {
         "general.architecture": family,
@@ -150,19 +154,22 @@ async def show(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """Answer `GET /api/version`."""
+    """Return the version of Ollama whose API this is."""
     return JSONResponse({"version": _VERSION})
 
 
 async def refused(request: Request) -> Response:
-    """Refuse to change which models there are. Raises RequestError."""
+    """Refuse to change which models there are.
+
+    Raises RequestError.
+    """
     raise RequestError(
         501, "models are built by doit compile and given to the server when it starts, not changed by it"
     )
 
 
 async def running(request: Request) -> Response:
-    """Answer `HEAD /` and `GET /`, by which clients see that a server is there."""
+    """Say that a server is there."""
     return PlainTextResponse("Ollama is running")
 
 

@@ -11,26 +11,29 @@ from typing import Any
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, described, described_by, flag, list_of, one_of, string, text, whole
-from llama_npu2.serve.answers import Fields, answering
+from llama_npu2.serve.answers import answering
 from llama_npu2.serve.conversation import THINKS, Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event
-from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import (
     MOST_MESSAGES,
     MOST_PARTS,
     MOST_TOKENS,
+    Fields,
     by,
     closed,
     json_schema,
     left_out,
+    model_name,
+    one_alone,
     only,
+    only_if,
     or_list,
-    word,
 )
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.openai import tools
 from llama_npu2.serve.openai.common import (
     LABELS,
+    OF_STREAMS,
     STREAM,
     head,
     sampling,
@@ -105,6 +108,14 @@ _message = by(
 )
 
 
+_RULES = (
+    OF_STREAMS,
+    only_if("logprobs", "top_logprobs"),
+    one_alone("reasoning", "reasoning_effort"),
+    *tools.RULES,
+)
+
+
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request."""
     optional: dict[str, Check] = {
@@ -132,7 +143,7 @@ def fields(vocabulary: int) -> Fields:
         "prediction": left_out("predictions are not supported"),
         "web_search_options": left_out("there is no search"),
     }
-    return {"model": word, "messages": list_of(_message, 1, MOST_MESSAGES)}, optional
+    return Fields({"model": model_name, "messages": list_of(_message, 1, MOST_MESSAGES)}, optional, _RULES)
 
 
 def _wanted_schema(asked: Mapping[str, Any]) -> str:
@@ -157,13 +168,7 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _turn(asked: Mapping[str, Any], context_length: int) -> Turn:
     """Return what a request asks for. Raises RequestError if its fields do not fit together."""
-    if "top_logprobs" in asked and not asked.get("logprobs"):
-        raise RequestError(400, "top_logprobs must be left out: logprobs is not true", "top_logprobs")
     given, wanted = tools.tools_of(asked), _wanted_schema(asked)
-    if given.forced and wanted:
-        raise RequestError(400, "response_format must be text: tool_choice forces a call", "response_format")
-    if "reasoning" in asked and "reasoning_effort" in asked:
-        raise RequestError(400, "reasoning must be left out: there is reasoning_effort", "reasoning")
     given_variables, thinking = dict(asked.get("chat_template_kwargs", {})), asked.get("thinking")
     if effort := asked.get("reasoning_effort") or asked.get("reasoning", {}).get("effort"):
         given_variables["reasoning_effort"] = effort
@@ -252,4 +257,4 @@ def delta_of(part: Piece | ToolCall) -> dict[str, Any]:
     return {_NAMES[part.kind]: part.text}
 
 
-ROUTES = [Route("/v1/chat/completions", answering(fields, _Chat), methods=["POST"])]
+ROUTES = [Route("/v1/chat/completions", answering(fields, _Chat, "Reply to a conversation."), methods=["POST"])]

@@ -25,7 +25,7 @@ from llama_npu2.schema import (
 )
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import MOST_TOKENS, biases, closed, left_out, number, only, stop
+from llama_npu2.serve.fields import MOST_TOKENS, biases, closed, left_out, number, only, only_if, stop, word
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.replies import Usage
 
@@ -44,6 +44,8 @@ STREAM: Mapping[str, Check] = {
     "stream": flag,
     "stream_options": closed({}, {"include_usage": flag, "include_obfuscation": only(False, "streams are not padded")}),
 }
+OF_STREAMS = only_if("stream", "stream_options")
+"""The rule of `STREAM`."""
 
 LABELS: Mapping[str, Check] = {
     "user": string,
@@ -109,18 +111,16 @@ def sampling(asked: Mapping[str, Any], max_tokens: int, logprobs: int | None) ->
 
 
 def texts_or_tokens(vocabulary: int, most: int) -> Check:
-    """Return a check for a text, a list of token ids, or a list of 1 to `most` of either."""
+    """Return a check for a text that is not empty, a list of token ids, or a list of 1 to `most` of either."""
     ids = list_of(whole(0, vocabulary - 1), 1, MOST_TOKENS)
-    texts, lists = list_of(string, 1, most), list_of(ids, 1, most)
+    texts, lists = list_of(word, 1, most), list_of(ids, 1, most)
 
-    @described(lambda: {"anyOf": [described_by(each) for each in (string, texts, ids, lists)]})
+    @described(lambda: {"anyOf": [described_by(each) for each in (word, texts, ids, lists)]})
     def check(value: Any) -> None:
-        if type(value) is str:
-            return
-        if type(value) is not list or not value:
+        if type(value) is not str and (type(value) is not list or not value):
             raise Invalid(value, "a text, a list of texts, a list of tokens, or a list of such lists")
-        first = type(value[0])
-        (texts if first is str else lists if first is list else ids)(value)
+        first = type(value[0]) if type(value) is list else None
+        (word if first is None else texts if first is str else lists if first is list else ids)(value)
 
     return check
 
@@ -149,9 +149,7 @@ def usage(counts: Usage) -> dict[str, Any]:
 
 
 def with_usage(asked: Mapping[str, Any]) -> bool:
-    """Return whether a stream ends with counts of tokens. Raises RequestError if there is no stream to say that of."""
-    if "stream_options" in asked and not asked.get("stream"):
-        raise RequestError(400, "stream_options must be left out: stream is not true", "stream_options")
+    """Return whether a stream ends with counts of tokens."""
     return bool(asked.get("stream_options", {}).get("include_usage"))
 
 

@@ -12,14 +12,15 @@ from starlette.routing import Route
 
 from llama_npu2.engine.completion import Logprob
 from llama_npu2.schema import Check, flag, whole
-from llama_npu2.serve.answers import Fields, answering, writes
+from llama_npu2.serve.answers import answering, must_write
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import MOST_TOKENS, left_out, only, word
+from llama_npu2.serve.fields import MOST_TOKENS, Fields, holding, left_out, model_name, only, rule, worded
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.openai.common import (
     LABELS,
     MOST_N,
+    OF_STREAMS,
     STREAM,
     each_text,
     head,
@@ -39,6 +40,13 @@ _DEFAULT_TOKENS = 16
 _MOST_LOGPROBS = 5
 
 
+_ECHOED = rule(
+    "max_tokens",
+    worded(whole(1, MOST_TOKENS), "1 or more: it may be 0 only with echo"),
+    unless=holding({"echo": only(True, "")}),
+)
+
+
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request."""
     optional: dict[str, Check] = {
@@ -52,7 +60,8 @@ def fields(vocabulary: int) -> Fields:
         "suffix": left_out("texts are continued at their end alone"),
         "store": only(False, "nothing is stored"),
     }
-    return {"model": word, "prompt": texts_or_tokens(vocabulary, _MOST_PROMPTS)}, optional
+    required = {"model": model_name, "prompt": texts_or_tokens(vocabulary, _MOST_PROMPTS)}
+    return Fields(required, optional, (OF_STREAMS, _ECHOED))
 
 
 class _Completion:
@@ -66,8 +75,6 @@ class _Completion:
         if asked.get("best_of", self.n) != self.n:
             raise RequestError(400, f"best_of must be {self.n} or left out: all replies are returned", "best_of")
         self._most = asked.get("max_tokens", _DEFAULT_TOKENS)
-        if not self._most and not asked.get("echo"):
-            raise RequestError(400, "max_tokens must be 1 or more: it may be 0 only with echo", "max_tokens")
         self._with_usage = with_usage(asked)
         self.replies = Replies(model, len(self.prompts) * self.n)
         self.head = {**head("cmpl", model), "object": "text_completion"}
@@ -161,4 +168,5 @@ class _Completion:
             yield self._chunk([], self._usage())
 
 
-ROUTES = [Route("/v1/completions", answering(fields, _Completion, suits=writes), methods=["POST"])]
+_complete = answering(fields, _Completion, "Continue texts as they are.", demand=must_write)
+ROUTES = [Route("/v1/completions", _complete, methods=["POST"])]

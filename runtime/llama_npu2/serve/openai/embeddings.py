@@ -9,8 +9,8 @@ import numpy as np
 from starlette.routing import Route
 
 from llama_npu2.schema import Check, one_of, string, whole
-from llama_npu2.serve.answers import Fields, embeds
-from llama_npu2.serve.fields import word
+from llama_npu2.serve.answers import must_embed
+from llama_npu2.serve.fields import Fields, model_name
 from llama_npu2.serve.openai.common import each_text, texts_or_tokens
 from llama_npu2.serve.readings import Readings, embedded, reading
 
@@ -27,7 +27,7 @@ def fields(vocabulary: int) -> Fields:
         "user": string,
         "instruction": string,
     }
-    return {"model": word, "input": texts_or_tokens(vocabulary, _MOST_INPUTS)}, optional
+    return Fields({"model": model_name, "input": texts_or_tokens(vocabulary, _MOST_INPUTS)}, optional)
 
 
 async def _embeddings(readings: Readings, asked: dict[str, Any]) -> dict[str, Any]:
@@ -54,4 +54,5 @@ def _in_base64(values: np.ndarray) -> str:
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
-ROUTES = [Route("/v1/embeddings", reading(fields, _embeddings, embeds), methods=["POST"])]
+_embed = reading(fields, _embeddings, "Embed texts.", must_embed)
+ROUTES = [Route("/v1/embeddings", _embed, methods=["POST"])]

@@ -29,7 +29,7 @@ def _described(model: Model) -> dict[str, Any]:
 
 
 async def list_models(request: Request) -> Response:
-    """Answer `GET /v1/models`.
+    """List the models.
 
     Codex reads `models`, and fails without it. An entry would have to bring instructions, in place of its own.
     """
@@ -39,7 +39,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def show_model(request: Request) -> Response:
-    """Answer `GET /v1/models/NAME`."""
+    """Describe a model."""
     return JSONResponse(_described(request.app.models.named(request.path_params["name"])))
 
 

@@ -19,6 +19,7 @@ from llama_npu2.schema import (
     anything,
     described,
     described_by,
+    either,
     flag,
     list_of,
     mapping,
@@ -27,14 +28,28 @@ from llama_npu2.schema import (
     text,
     whole,
 )
-from llama_npu2.serve.answers import Fields, answering
+from llama_npu2.serve.answers import answering
 from llama_npu2.serve.conversation import Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import MOST_TOKENS, by, closed, json_object, json_schema, left_out, only, tool_name, word
+from llama_npu2.serve.fields import (
+    MOST_TOKENS,
+    Fields,
+    by,
+    closed,
+    holding,
+    json_object,
+    json_schema,
+    left_out,
+    list_with,
+    model_name,
+    only,
+    rule,
+    tool_name,
+)
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.openai import response_items, tools
-from llama_npu2.serve.openai.common import LABELS, STREAM, sampling, sampling_fields, variables
+from llama_npu2.serve.openai.common import LABELS, OF_STREAMS, STREAM, sampling, sampling_fields, variables
 from llama_npu2.serve.replies import Usage
 from llama_npu2.serve.tools import ToolCall, Tools
 from llama_npu2.text.replies import Kind
@@ -114,6 +129,20 @@ _reasoning = closed(
 )
 
 
+_of_client = holding({"type": only("function", "this server has no tools of its own")})
+_allowed = holding({"type": one_of("allowed_tools"), "mode": one_of("auto")})
+_RULES = (
+    OF_STREAMS,
+    tools.forced_of(list_with(_of_client)),
+    rule(
+        "text",
+        holding({}, {"format": holding({"type": only("text", "tool_choice forces a call")})}),
+        unless=holding({}, {"tool_choice": either(tools.UNFORCED, _allowed, "")}),
+    ),
+    rule("tools", list_of(_of_client), unless=holding({}, {"unsupported_tools": one_of("leave_out")})),
+)
+
+
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request."""
     of_sampling = {name: check for name, check in sampling_fields(vocabulary).items() if name != "n"}
@@ -146,17 +175,15 @@ def fields(vocabulary: int) -> Fields:
         "context_management": left_out("conversations are taken as they are"),
         "moderation": left_out("nothing is moderated"),
     }
-    return {"model": word}, optional
+    return Fields({"model": model_name}, optional, _RULES)
 
 
 def tools_of(asked: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the functions of a request, and the types of its other tools. Raises RequestError."""
+    """Return the functions of a request, and the types of its other tools."""
     functions, others = [], []
-    for at, tool in enumerate(asked.get("tools", [])):
+    for tool in asked.get("tools", []):
         if tool["type"] == "function":
             functions.append({name: value for name, value in tool.items() if name != "type" and value is not None})
-        elif asked.get("unsupported_tools") == "refuse":
-            raise RequestError(400, f"this server has no tool {tool['type']}: leave it out", f"tools[{at}].type")
         else:
             others.append(tool["type"])
     return functions, others
@@ -188,8 +215,6 @@ def _variable_field(name: str) -> str:
 def turn_of(asked: Mapping[str, Any], functions: Sequence[Mapping[str, Any]], context_length: int) -> Turn:
     """Return what a request asks for, with these functions as tools. Raises RequestError."""
     given, wanted = _chosen(functions, asked), _wanted_schema(asked)
-    if given.forced and wanted:
-        raise RequestError(400, "text.format must be text: tool_choice forces a call", "text.format")
     given_variables = dict(asked.get("chat_template_kwargs", {}))
     if effort := asked.get("reasoning", {}).get("effort"):
         given_variables["reasoning_effort"] = effort
@@ -306,8 +331,6 @@ class _Response:
     def __init__(self, model: Model, asked: dict[str, Any]) -> None:
         """Raises RequestError."""
         self.stream: bool = asked.get("stream", False)
-        if "stream_options" in asked and not self.stream:
-            raise RequestError(400, "stream_options must be left out: stream is not true", "stream_options")
         functions, others = tools_of(asked)
         turn = turn_of(asked, functions, model.llm.context_length)
         self.conversation = Conversation(model, turn)
@@ -421,4 +444,5 @@ def _echoed(function: Mapping[str, Any], forced: bool) -> dict[str, Any]:
     return {"type": "function", **plain, **function, "strict": forced and function.get("strict", True)}
 
 
-ROUTES = [Route("/v1/responses", answering(fields, _Response), methods=["POST"])]
+_respond = answering(fields, _Response, "Reply to a conversation of items, nothing of which is stored.")
+ROUTES = [Route("/v1/responses", _respond, methods=["POST"])]

@@ -6,9 +6,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_npu2.schema import Check, Invalid, described, described_by, flag, list_of, one_of, string
+from llama_npu2.schema import Check, Invalid, anything, described, described_by, either, flag, list_of, one_of, string
 from llama_npu2.serve.failures import RequestError
-from llama_npu2.serve.fields import MOST_CALLS, MOST_TOOLS, closed, json_object, left_out, tool_name
+from llama_npu2.serve.fields import (
+    MOST_CALLS,
+    MOST_TOOLS,
+    closed,
+    holding,
+    json_object,
+    left_out,
+    list_with,
+    only,
+    rule,
+    tool_name,
+    worded,
+)
 from llama_npu2.serve.tools import Choice, ToolCall, Tools
 
 MODES = ("none", "auto", "required")
@@ -62,6 +74,39 @@ calls: Check = list_of(
 )
 """Checks the calls of a message of the assistant."""
 
+UNFORCED = one_of("none", "auto")
+"""Checks `tool_choice` where it says that there need be no call."""
+_strict = only(False, 'only with tool_choice "required" or a named tool are calls made to follow the parameters')
+
+
+_strict_if_forced = rule(
+    "tools",
+    list_of(holding({"function": holding({}, {"strict": _strict})})),
+    unless=holding({"tool_choice": either(one_of("none", "required"), json_object, "")}),
+)
+
+
+def _check_strict(value: Any) -> None:
+    """Check `strict` of tools. No description says it: with one more rule, schemathesis makes no requests of it."""
+    _strict_if_forced(value)
+
+
+def forced_of(tools: Check) -> Check:
+    """Return the rule that a call is forced only of tools that are there, which pass a check."""
+    return rule("tool_choice", worded(UNFORCED, "left out: there are no tools"), unless=holding({"tools": tools}))
+
+
+RULES = (
+    forced_of(list_with(anything)),
+    _check_strict,
+    rule(
+        "response_format",
+        holding({"type": only("text", "tool_choice forces a call")}),
+        unless=holding({}, {"tool_choice": UNFORCED}),
+    ),
+)
+"""What `tools`, `tool_choice` and `response_format` say of each other."""
+
 
 def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them: arguments as objects, results with their tool's name.
@@ -97,18 +142,8 @@ def tools_of(asked: Mapping[str, Any]) -> Tools:
     ]
     wanted = asked.get("tool_choice", "auto")
     if isinstance(wanted, dict):
-        found = named(functions, wanted["function"]["name"], "tool_choice.function.name")
-    else:
-        found = chosen(functions, wanted, asked)
-    strict = next((at for at, each in enumerate(functions) if each.get("strict")), None)
-    if strict is not None and not found.forced and wanted != "none":
-        raise RequestError(
-            400,
-            'strict must be false or left out: only with tool_choice "required" or a named tool are calls made to '
-            "follow the parameters",
-            f"tools[{strict}].function.strict",
-        )
-    return found
+        return named(functions, wanted["function"]["name"], "tool_choice.function.name")
+    return chosen(functions, wanted, asked)
 
 
 def named(functions: Sequence[Mapping[str, Any]], name: str, field: str) -> Tools:
