@@ -102,7 +102,7 @@ def test_named_files_exist(page: Path) -> None:
     """A path in backticks, of a folder of the project."""
     if page.name == "changelog.md":
         return
-    for path in re.findall(r"`((?:stages|runtime|kernel_src|tests|models|docs)/[\w./-]*)`", page.read_text()):
+    for path in re.findall(r"`((?:stages|runtime|kernel_src|tests|models|docs|deploy)/[\w./-]*)`", page.read_text()):
         assert (ROOT / path).exists(), f"{name(page)}: {path}"
 
 

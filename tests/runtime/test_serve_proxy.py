@@ -1,9 +1,9 @@
-"""Several servers behind a proxy: the configuration of the documents keeps a session on one machine."""
+"""Several servers behind a proxy, whose configuration keeps a session on one machine."""
 
 from __future__ import annotations
 
 import contextlib
-import re
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ import pytest
 from tests.conftest import ROOT
 from tests.support.serving import Server, free_port, serving, wait_for
 
-PAGE = ROOT / "docs/how-to/serve.md"
+CONFIGURATION = ROOT / "deploy/haproxy.cfg"
 RAW = "/v1/completions"
 PROMPT = "Once upon a time there was a king who had a castle and a horse."
 
 
 @pytest.fixture
 def proxied(demo: Path, tmp_path: Path) -> Iterator[tuple[Server, list[Server]]]:
-    """A proxy, as the page configures it, and the two servers behind it."""
+    """A proxy, and the two servers behind it."""
     (tmp_path / "keys").write_text("one\ntwo\n")
     options = ("--host=127.0.0.1", f"--api-key-file={tmp_path / 'keys'}")
-    (text,) = re.findall(r"```haproxy\n(.*?)```", PAGE.read_text(), re.DOTALL)
     with serving(demo, *options) as first, serving(demo, *options) as second:
-        ports = {"8080": free_port(), "8001": first.port, "8002": second.port}
-        (tmp_path / "haproxy.cfg").write_text(re.sub(r"(?<=:)80\d\d", lambda port: str(ports[port[0]]), text))
-        with subprocess.Popen(["haproxy", "-db", "-f", tmp_path / "haproxy.cfg"], text=True) as process:
+        ports = {"CLIENTS": free_port(), "ONE": first.port, "TWO": second.port}
+        addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        command = ["haproxy", "-db", "-f", CONFIGURATION]
+        with subprocess.Popen(command, env=os.environ | addresses, text=True) as process:
             try:
-                yield Server(ports["8080"], process), [first, second]  # type: ignore[arg-type]
+                yield Server(ports["CLIENTS"], process), [first, second]  # type: ignore[arg-type]
             finally:
                 process.terminate()
 
