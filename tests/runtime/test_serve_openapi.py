@@ -15,7 +15,7 @@ from llama_npu2.schema import Invalid, described_by, passes
 from llama_npu2.serve import rerank
 from llama_npu2.serve.anthropic import fields as anthropic
 from llama_npu2.serve.anthropic.fields import count_fields, message_fields
-from llama_npu2.serve.fields import closed
+from llama_npu2.serve.fields import biases, closed
 from llama_npu2.serve.ollama import chat as ollama_chat
 from llama_npu2.serve.ollama import generate
 from llama_npu2.serve.ollama import models as ollama_models
@@ -150,6 +150,17 @@ def test_what_fields_say_of_each_other_is_described(
     for way_out in ways_out:
         check({**request_, **more, **way_out})
         described.validate({**request_, **more, **way_out})
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 9, 10, 11, 99, 100, 101, 320, 1000, 2048])
+def test_ids_of_tokens_are_described(vocabulary: int) -> None:
+    described = jsonschema.Draft202012Validator(described_by(biases(vocabulary)))
+    keys = {str(number): number < vocabulary for number in range(3000)}
+    for key, is_id in (keys | dict.fromkeys(("", "01", "-1", "1 ", "0\n", "\u0661"), False)).items():
+        assert passes(biases(vocabulary), {key: 1}) is is_id, key
+        assert described.is_valid({key: 1}) is is_id or key == "0\n", (
+            "the validator's $ is in front of a line feed, too"
+        )
 
 
 def test_the_last_message_is_not_the_models() -> None:

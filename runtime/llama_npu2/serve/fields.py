@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -261,21 +262,31 @@ stop: Check = one_or_list(stop_text, 0, MOST_STOPS)
 """Checks one stop string or several."""
 
 
+def _numbers_below(limit: int) -> str:
+    """Return a regular expression of the whole numbers from 0 to `limit` - 1, without leading zeros."""
+    last = str(limit - 1)
+    ranges = ["0", last, *([f"[1-9][0-9]{{0,{len(last) - 2}}}"] if len(last) > 1 else [])]
+    for at, digit in enumerate(last):
+        least = 0 if at else 1
+        if int(digit) > least:
+            ranges.append(f"{last[:at]}[{least}-{int(digit) - 1}][0-9]{{{len(last) - at - 1}}}")
+    return f"^(?:{'|'.join(ranges)})$"
+
+
 def biases(vocabulary: int) -> Check:
     """Return a check for an object that adds numbers to the logits of tokens, whose ids are its keys."""
-    bias = number(-100, 100)
+    bias, ids = number(-100, 100), _numbers_below(vocabulary)
 
     def describe() -> dict[str, Any]:
-        ids = {"pattern": f"^(?:[0-9]{{1,{len(str(vocabulary)) - 1}}})$"}
-        biases = {"propertyNames": ids, "additionalProperties": described_by(bias), "maxProperties": _MOST_BIASES}
-        return {"type": "object", **biases}
+        named = {"propertyNames": {"pattern": ids}, "additionalProperties": described_by(bias)}
+        return {"type": "object", **named, "maxProperties": _MOST_BIASES}
 
     @described(describe)
     def check(value: Any) -> None:
         if type(value) is not dict or len(value) > _MOST_BIASES:
             raise Invalid(value, f"an object with at most {_MOST_BIASES} keys")
         for key, item in value.items():
-            if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocabulary):
+            if not re.fullmatch(ids, key):
                 inside(key, left_out(f"keys are ids of tokens below {vocabulary}"), item)
             inside(key, bias, item)
 

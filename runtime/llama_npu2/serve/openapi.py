@@ -45,7 +45,8 @@ def _operation(route: Route, models: Models) -> dict[str, Any]:
         ]
     if fields := getattr(route.endpoint, "fields", None):
         suiting = [model for model in models if _meets(model, vars(route.endpoint)["demand"])]
-        schema = described_by(closed(*fields(min(model.vocabulary for model in suiting or models))))
+        # A model with fewer tokens than others takes less than the description says.
+        schema = described_by(closed(*fields(max(model.vocabulary for model in suiting or models))))
         schema = _with_names(schema, {"enum": [model.name for model in suiting]} if suiting else False)
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return found
