@@ -650,7 +650,7 @@ def _request(scratch: Path) -> Iterator[Run]:
     from llama_npu2.serve.fields import closed
     from llama_npu2.serve.ollama import chat as ollama
     from llama_npu2.serve.ollama import generate
-    from llama_npu2.serve.ollama.common import patience
+    from llama_npu2.serve.ollama.common import keep_alive_of
     from llama_npu2.serve.ollama.common import sampling as of_ollama
     from llama_npu2.serve.openai import chat, completions, embeddings, responses
     from llama_npu2.serve.openai.common import sampling
@@ -669,7 +669,7 @@ def _request(scratch: Path) -> Iterator[Run]:
             if name.startswith("ollama"):
                 asked = checked(parsed(content), closed(*(generate if "generate" in name else ollama).fields(1000)))
                 json.loads(of_ollama(asked, 1000).schema or "null")
-                patience(asked)
+                keep_alive_of(asked)
                 json.dumps([ollama.for_template(asked.get("messages", [])), ollama.tools_of(asked).given]).encode()
                 return
             asked = checked(parsed(content), closed(*api.fields(1000)))

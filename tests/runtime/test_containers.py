@@ -90,7 +90,7 @@ def test_the_check_of_health_asks_the_server(contained: Server, name: str) -> No
 @pytest.mark.parametrize("name", SERVERS)
 def test_replies_may_end_before_a_container_is_killed(name: str) -> None:
     (seconds,) = re.fullmatch(r"(\d+)s", SERVERS[name]["stop_grace_period"]).groups()  # type: ignore[union-attr]
-    assert timedelta(seconds=int(seconds)) > timedelta(seconds=listen._FAREWELL)
+    assert timedelta(seconds=int(seconds)) > timedelta(seconds=listen._GRACE_PERIOD)
     assert int(seconds) <= int(SERVICES["proxy"]["stop_grace_period"][:-1])
 
 

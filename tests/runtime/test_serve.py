@@ -575,7 +575,7 @@ def test_a_stream_says_that_it_is_alive_while_a_prompt_is_processed(strict: Serv
 
 
 def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "SLOWEST", 0.05)
+    monkeypatch.setattr(events, "READER_TIMEOUT", 0.05)
     closed: list[bool] = []
 
     async def endless() -> Any:

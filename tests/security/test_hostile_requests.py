@@ -35,7 +35,7 @@ MEMORY = 512 << 20
 """Bytes by which the processes of the server may grow while a request is answered."""
 HASTY = """
 from llama_npu2.serve import body, listen
-body.PATIENCE = listen._PATIENCE = listen._IDLE = 1.5
+body.TIMEOUT = listen._HEAD_TIMEOUT = listen._IDLE_TIMEOUT = 1.5
 """
 
 URL = "http://127.0.0.1:PORT"

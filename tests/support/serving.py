@@ -22,8 +22,8 @@ from tests.conftest import ROOT
 
 HASTY = """
 from llama_npu2.serve import body, events, listen
-body.PATIENCE = listen._PATIENCE = 0.7
-listen._IDLE = 1
+body.TIMEOUT = listen._HEAD_TIMEOUT = 0.7
+listen._IDLE_TIMEOUT = 1
 events.HEARTBEAT = 0.05
 """
 """Makes a server impatient."""

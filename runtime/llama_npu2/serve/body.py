@@ -13,11 +13,11 @@ from llama_npu2.schema import Check, Invalid
 from llama_npu2.serve.failures import GoneError, RequestError
 from llama_npu2.serve.fields import check_json
 
-PATIENCE = 30.0
+TIMEOUT = 30.0
 """Most seconds that a body may take to come."""
 
-_HEARD_OUT = 4
-"""Bodies of up to so many times what is allowed are read, so that clients that only then listen hear why not."""
+_MOST_EXCESS = 4
+"""Bodies of up to so many times the allowed size are read first: many clients send all, then listen."""
 _CLOSE = {"connection": "close"}
 
 
@@ -26,10 +26,10 @@ async def read(request: Request, most: int) -> bytes:
     content, came = bytearray(), 0
     too_long = RequestError(413, f"the body has more than {most} bytes: send less", headers=_CLOSE)
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > _HEARD_OUT * most:
+    if length.isdigit() and int(length) > _MOST_EXCESS * most:
         raise too_long
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
@@ -38,12 +38,12 @@ async def read(request: Request, most: int) -> bytes:
                 if came <= most:
                     content += message.get("body", b"")
                 done = not message.get("more_body")
-                if came > (most if done else _HEARD_OUT * most):
+                if came > (most if done else _MOST_EXCESS * most):
                     raise too_long
                 if done:
                     return bytes(content)
     except TimeoutError:
-        raise RequestError(408, f"the body did not come within {PATIENCE:g} s", headers=_CLOSE) from None
+        raise RequestError(408, f"the body did not come within {TIMEOUT:g} s", headers=_CLOSE) from None
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -20,7 +20,7 @@ HEARTBEAT = 5.0
 """Seconds of silence after which a stream says that it is alive: prompts may take longer than clients wait."""
 COMMENT = b": ping\n\n"
 """What a stream says then, if its API has no event for that: readers pass over it."""
-SLOWEST = 60.0
+READER_TIMEOUT = 60.0
 """Seconds after which a reader that takes nothing is given up."""
 
 
@@ -103,14 +103,14 @@ class EventStream(Response):
         while True:
             quiet = time.monotonic() - self._since
             if self._waiting:
-                if quiet >= SLOWEST:
+                if quiet >= READER_TIMEOUT:
                     return _GONE
-                await asyncio.sleep(min(HEARTBEAT, SLOWEST))
+                await asyncio.sleep(min(HEARTBEAT, READER_TIMEOUT))
             elif quiet < HEARTBEAT:
                 await asyncio.sleep(HEARTBEAT - quiet)
             else:
                 try:
-                    async with asyncio.timeout(SLOWEST):
+                    async with asyncio.timeout(READER_TIMEOUT):
                         await self._put(_part(self._heartbeat))
                 except TimeoutError:
                     return _GONE

@@ -25,11 +25,11 @@ from llama_npu2.serve.app import Application, guarded
 from llama_npu2.serve.keys import Keys
 from llama_npu2.serve.models import Keeping, Models
 
-_PATIENCE = 10.0
+_HEAD_TIMEOUT = 10.0
 """Seconds that the head of a request may take to come."""
-_FAREWELL = 30
+_GRACE_PERIOD = 30
 """Seconds that replies have to end once the server is told to stop."""
-_IDLE = 65
+_IDLE_TIMEOUT = 65
 """Seconds that a connection is kept without a request: longer than clients keep it, so none asks on a closed one."""
 _KEEP_ALIVE = 300.0
 """Seconds that each of several models stays loaded without requests: as in Ollama."""
@@ -46,14 +46,14 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self._due = self.loop.call_later(_PATIENCE, self._give_up)
+        self._due = self.loop.call_later(_HEAD_TIMEOUT, self._give_up)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._forget()
         elif self._due is None and self.conn.trailing_data[0]:
-            self._due = self.loop.call_later(_PATIENCE, self._give_up)
+            self._due = self.loop.call_later(_HEAD_TIMEOUT, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
@@ -146,8 +146,8 @@ def _config(app: ASGIApp) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=_IDLE,
-        timeout_graceful_shutdown=_FAREWELL,
+        timeout_keep_alive=_IDLE_TIMEOUT,
+        timeout_graceful_shutdown=_GRACE_PERIOD,
         h11_max_incomplete_event_size=_MOST_HEAD,
     )
 

@@ -85,8 +85,8 @@ class Keeper(Protocol):
     async def load(self, model: Model) -> None:
         """Load a model. Raises RequestError."""
 
-    def rest(self, model: Model) -> None:
-        """Note that no request holds a model any more."""
+    def start_idle_timer(self, model: Model) -> None:
+        """Unload a model that no request holds any more, once it was kept for long enough."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Model:
         """Take a hold back."""
         self.holds -= 1
         if not self.holds:
-            self._keeper.rest(self)
+            self._keeper.start_idle_timer(self)
 
     def _put_off(self, why: str) -> RequestError:
         self.counters.put_off += 1

@@ -51,7 +51,7 @@ class Models:
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "llama-npu2 load")
         self._loading: dict[str, asyncio.Task[RequestError | None]] = {}
-        self._rests: dict[str, asyncio.TimerHandle] = {}
+        self._idle_timers: dict[str, asyncio.TimerHandle] = {}
         self._unloading: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Model]:
@@ -67,11 +67,11 @@ class Models:
 
     def expires_in(self, model: Model) -> float:
         """Return in how many seconds a loaded model is unloaded if no request comes."""
-        if not model.holds and (rest := self._rests.get(model.name)):
-            return max(rest.when() - asyncio.get_running_loop().time(), 0.0)
-        return self._patience(model)
+        if not model.holds and (timer := self._idle_timers.get(model.name)):
+            return max(timer.when() - asyncio.get_running_loop().time(), 0.0)
+        return self._keep_alive_of(model)
 
-    def _patience(self, model: Model) -> float:
+    def _keep_alive_of(self, model: Model) -> float:
         return self._keeping.keep_alive if model.keep_alive is None else model.keep_alive
 
     def use(self, model: Model, llm: Llama) -> None:
@@ -79,7 +79,7 @@ class Models:
         if model.memory > self._keeping.memory:
             raise UserError(f"{self._takes(model)}: give more memory=, or serve a smaller model first")
         model.loaded, model.loads = Loaded.of(llm), 1
-        self.rest(model)
+        self.start_idle_timer(model)
 
     def _takes(self, model: Model) -> str:
         return f"{model.name} takes {_mib(model.memory)} of memory, models have {_mib(self._keeping.memory)}"
@@ -88,7 +88,7 @@ class Models:
         """Unload a model as soon as no request holds it."""
         model.keep_alive = 0.0
         if not model.holds:
-            self.rest(model)
+            self.start_idle_timer(model)
 
     async def load(self, model: Model) -> None:
         """Load a model, once for all requests that wait for it. Raises RequestError."""
@@ -119,7 +119,7 @@ class Models:
         finally:
             del self._loading[model.name]
             if not model.holds:
-                self.rest(model)
+                self.start_idle_timer(model)
         return None
 
     def _opened(self, model: Model) -> Loaded:
@@ -150,25 +150,25 @@ class Models:
 
     async def _close(self, model: Model) -> None:
         """Unload a model, if it is loaded."""
-        if rest := self._rests.pop(model.name, None):
-            rest.cancel()
+        if timer := self._idle_timers.pop(model.name, None):
+            timer.cancel()
         if parts := model.given_up():
             await self._in_thread(parts.llm.close)
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    def rest(self, model: Model) -> None:
+    def start_idle_timer(self, model: Model) -> None:
         """Unload a model that no request holds, once it was kept for long enough."""
         loop = asyncio.get_running_loop()
         model.used = loop.time()
-        if rest := self._rests.pop(model.name, None):
-            rest.cancel()
-        if model.loaded and (seconds := self._patience(model)) < math.inf:
-            self._rests[model.name] = loop.call_later(seconds, self._expire, model)
+        if timer := self._idle_timers.pop(model.name, None):
+            timer.cancel()
+        if model.loaded and (seconds := self._keep_alive_of(model)) < math.inf:
+            self._idle_timers[model.name] = loop.call_later(seconds, self._expire, model)
 
     def _expire(self, model: Model) -> None:
-        del self._rests[model.name]
+        del self._idle_timers[model.name]
         self._start(self._unloaded(model))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -178,7 +178,7 @@ class Models:
 
     async def _unloaded(self, model: Model) -> None:
         async with self._lock:
-            if not model.holds and model.name not in self._rests:
+            if not model.holds and model.name not in self._idle_timers:
                 await self._close(model)
 
     async def __aenter__(self) -> Models:

@@ -69,7 +69,7 @@ def check_keep_alive(value: Any) -> None:
         _seconds(value)
 
 
-def patience(asked: Mapping[str, Any]) -> float | None:
+def keep_alive_of(asked: Mapping[str, Any]) -> float | None:
     """Return in seconds how long a request's model is to stay loaded, None if it does not say."""
     given = asked.get("keep_alive")
     if isinstance(given, str):
@@ -340,7 +340,7 @@ def answering(
     @takes(fields, demand, says)
     async def answer(request: Request, model: Model, asked: dict[str, Any]) -> Response:
         came = time.perf_counter_ns()
-        name, keep_alive = asked["model"], patience(asked)
+        name, keep_alive = asked["model"], keep_alive_of(asked)
         if not says(asked) and keep_alive == 0:
             request.app.models.expire(model)
             return JSONResponse(done(name, shape, "unload"))

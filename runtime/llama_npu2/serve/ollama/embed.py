@@ -14,7 +14,7 @@ from llama_npu2.schema import Check, list_of, string, whole
 from llama_npu2.serve.answers import Respond, must_embed, ready, takes
 from llama_npu2.serve.fields import Fields, closed, model_name, only, or_list, word
 from llama_npu2.serve.model import Model
-from llama_npu2.serve.ollama.common import OPTIONS, Clock, check_keep_alive, patience
+from llama_npu2.serve.ollama.common import OPTIONS, Clock, check_keep_alive, keep_alive_of
 from llama_npu2.serve.readings import Readings, embedded, read_for
 
 _MOST_INPUTS = 2048
@@ -46,7 +46,7 @@ def _answering(
     async def answer(request: Request, model: Model, asked: dict[str, Any]) -> Response:
         """Embed texts."""
         came = time.perf_counter_ns()
-        given, keep_alive = asked[name], patience(asked)
+        given, keep_alive = asked[name], keep_alive_of(asked)
         texts: Sequence[str] = given if isinstance(given, list) else [given] if given else []
         if not texts and keep_alive == 0:
             request.app.models.expire(model)
