@@ -60,7 +60,7 @@ async def answered(request: Request, answer: Answer, heartbeat: bytes, media_typ
 
 Respond = Callable[[Request], Awaitable[Response]]
 RespondTo = Callable[[Request, Model, dict[str, Any]], Awaitable[Response]]
-"""Responds to a request, of its model, which may not be loaded (see `ready`), and the fields that are not null."""
+"""Responds to a request. It gets the model, which may not be loaded (see `ready`), and the fields that are not null."""
 
 
 Demand = Callable[[Model], None]
@@ -68,24 +68,24 @@ Demand = Callable[[Model], None]
 
 
 def any_model(model: Model) -> None:
-    """Take every model."""
+    """Accept every model."""
 
 
 def must_write(model: Model) -> None:
-    """Take models that write text."""
+    """Refuse models that write no text. Raises RequestError."""
     if model.embeds:
         raise RequestError(400, f"{model.name} makes embeddings and writes no text: use /v1/embeddings", "model")
 
 
 def must_chat(model: Model) -> None:
-    """Take models that take part in a conversation."""
+    """Refuse models that take part in no conversation. Raises RequestError."""
     must_write(model)
     if not model.chats:
         raise RequestError(400, f"{model.name} has no chat template: use /v1/completions", "model")
 
 
 def must_embed(model: Model) -> None:
-    """Take models that make embeddings."""
+    """Refuse models that make no embeddings. Raises RequestError."""
     if not model.embeds:
         raise RequestError(400, f"{model.name} is no embedding model: serve one to ask for embeddings", "model")
 
@@ -96,9 +96,9 @@ def takes(
     asks: Callable[[Mapping[str, Any]], bool] = lambda asked: True,
     newer: Callable[[Any], Any] = lambda value: value,
 ) -> Callable[[RespondTo], Respond]:
-    """Return a decorator of a function that responds to requests, which reads and checks them before it is called.
+    """Return a decorator that has a request read and checked before the function is called that responds to it.
 
-    `/openapi.json` describes a path by the checks and the demand.
+    `/openapi.json` describes a path by the same checks and the same demand.
 
     Args:
         fields: the checks of a request, for a model with so many tokens in its vocabulary.

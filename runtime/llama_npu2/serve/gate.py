@@ -30,7 +30,7 @@ _CLOSED = 499
 
 
 class Gate:
-    """Refuses what a browser sends in the name of another site, and notes a line for each request."""
+    """Refuses what a browser sends in the name of another site, and logs a line for each request."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str], refusal: Refusal) -> None:
         """Set it up.
@@ -84,7 +84,7 @@ class Gate:
 
 
 class Door:
-    """Lets those in who have a key, and answers what is refused further inside."""
+    """Refuses requests without a key, and makes responses of the errors that an application raises."""
 
     def __init__(self, app: ASGIApp, keys: Keys, refusal: Refusal) -> None:
         """Args: `keys` of which clients have to send one."""

@@ -35,7 +35,7 @@ EACH_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 class Times:
-    """How many times are at most as long as each of some bounds, in seconds."""
+    """A histogram of times: how many are at most as long as each bound, in seconds."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.within = dict.fromkeys(bounds, 0)
@@ -50,7 +50,7 @@ class Times:
 
 
 class Counters:
-    """How many tokens there were since the server started, and how many requests were told to come again."""
+    """Counts of a model since the server started: tokens, replies, and requests that were told to come again."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.replies = self.put_off = 0
