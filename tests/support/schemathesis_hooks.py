@@ -25,7 +25,7 @@ REASONS = {
     "a model has a template of its own": r"the chat template (reads no variable|refuses)|has no chat template",
     "a model thinks or does not": r"does not support thinking|always thinks",
     "a model has a tokenizer of its own": r"this model cannot rerank",
-    "a model has sizes of its own": r"this model's embeddings have|the context is|num_ctx must be",
+    "a model has sizes of its own": r"this model's embeddings have|the context is|is too long|num_ctx must be",
     "a model has a vocabulary of its own": r"\] = \d+ must be a whole number from 0|keys are ids of tokens below",
     "a server has limits of its own": r"may be under way: ask for fewer",
     "strict is for forced calls": r"only with tool_choice",
