@@ -23,6 +23,7 @@ REASONS = {
     "the last message is the user's": r"must be user: replies cannot be begun",
     "a schema or grammar in a field has rules of its own": r"cannot be followed",
     "a model has a template of its own": r"the chat template (reads no variable|refuses)|has no chat template",
+    "a template gets some names by other fields": r"it is no variable of chat templates",
     "a model thinks or does not": r"does not support thinking|always thinks",
     "a model has a tokenizer of its own": r"this model cannot rerank",
     "a model has sizes of its own": r"this model's embeddings have|the context is|is too long|num_ctx must be",
