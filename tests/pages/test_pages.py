@@ -219,3 +219,9 @@ def test_time_lines_stretch_and_text_keeps_its_size(page: Page, tmp_path: Path, 
         assert sizes() == (pytest.approx(1.25 * fitted), letters)
         shown.get_by_role("button", name="Zoom to fit").first.click()
         assert sizes() == (fitted, letters)
+
+
+@pytest.mark.parametrize("value", [10.0, 30.0])
+def test_an_axis_in_powers_of_ten_has_room_for_a_value_alone(value: float) -> None:
+    axis = Axis.of("tokens", [value], log=True)
+    assert axis.low <= value < axis.high and 0 <= axis.place(value) < 1
