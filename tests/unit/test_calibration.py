@@ -17,8 +17,10 @@ from llama_npu2 import load
 from llama_npu2.engine.trace import TracedCall
 from stages.graph import Build
 from stages.graph.options import parse_options
-from stages.model import calibration
+from stages.model import calibration, packing
 from stages.model.artifact_weights import ArtifactWeights
+from stages.model.buffers import JOIN, Buffer
+from stages.model.calibrated import calibrated_weights, read_calibrated
 from stages.model.checkpoint import Checkpoint
 from stages.model.policy import parse_policy
 from stages.model.sources import LocalSource
@@ -268,6 +270,16 @@ def test_four_bits_lose_less_than_half_of_what_those_of_llama_cpp_lose(tmp_path:
     given = ["weights=int4,vocab=int4", "calibrate=default", "full=1", "json=1", f"artifacts={tmp_path}"]
     (found,) = json.loads(doit("quality", *given).stdout)
     assert found["bits"] < 4.79 and found["divergence"] < 0.003125 / 2
+
+
+def test_rounded_rows_of_joined_matrices_lie_in_their_order(model: Path, made: Path) -> None:
+    rounded = calibrated_weights([made / calibration.weights_file(layer) for layer in range(2)])
+    names, form = [f"model.layers.1.self_attn.{which}_proj.weight" for which in "qkv"], formats()["int4"]
+    wanted = np.concatenate([form.dequantise(read_calibrated(rounded[name], name), 64) for name in names])
+    buffer = Buffer("weight", "int4", wanted.shape, "panels")
+    joined = JOIN.join(names)
+    (packed,) = packing._contents(Checkpoint.open(model), {joined: buffer}, rounded, [joined])
+    np.testing.assert_array_equal(form.unpack(packed, "panels", wanted.shape), wanted)
 
 
 def test_the_manifest_says_which_text(made: Path) -> None:
