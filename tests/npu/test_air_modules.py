@@ -226,6 +226,7 @@ def declarations(made: air.AirModule) -> list[func.FuncOp]:
     return [op for op in made.module.body.block.ops if isinstance(op, func.FuncOp) and op.is_declaration]
 
 
+@pytest.mark.sampled(2)
 def test_every_model_maps_with_distinct_symbols(modules: tuple[Config, list[Module]]) -> None:
     for built in modules[1]:
         declared = declarations(built.air)

@@ -347,7 +347,7 @@ def test_killed_builds_are_finished_by_the_next(kills: int, built: Path) -> None
 
     def remove() -> None:
         shutil.rmtree(built / BUILT)
-        for path in (built / "artifacts/.cache/objects").glob("rope.*"):
+        for path in (built / "artifacts/.cache/objects").glob("embed-*"):
             path.unlink()
 
     remove()

@@ -94,6 +94,7 @@ def test_no_fault_is_found_where_there_is_none(which: str, request: pytest.Fixtu
     assert all(finding.elements for finding in report.findings)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", ON_HOST, ids=str)
 def test_a_fault_in_one_call_is_named(host: Build, fault: Fault) -> None:
     named(host, fault)
