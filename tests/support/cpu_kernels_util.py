@@ -234,7 +234,8 @@ class Kernels:
         self._apart: dict[str, ctypes.CDLL] = {}
         self.lib = self._loaded("")
         self.lib.isa_name.restype = ctypes.c_char_p
-        self.isa = self.lib.isa_name().decode()
+        with in_set(isa):
+            self.isa = self.lib.isa_name().decode()
         self.lib.team_create.restype = ctypes.c_void_p
         self.lib.team_run.argtypes = [ctypes.c_void_p, ctypes.POINTER(Call), ctypes.c_int64, ctypes.POINTER(Dims)]
         self.lib.team_destroy.argtypes = self.lib.team_threads.argtypes = [ctypes.c_void_p]
