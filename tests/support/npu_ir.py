@@ -90,9 +90,10 @@ def _device(function: FuncOp, launch: LaunchOp, name: str) -> Iterator[str]:
 
 
 def _streams(launch: LaunchOp) -> Iterator[tuple[str, bool, Runs]]:
-    """Slot, whether it is written, and runs in order."""
+    """Slot, whether it is written, and runs in order. What goes to all cores is no stream for each element."""
     for access in accesses(launch, "launch"):
-        for runs in access.ways[-1].streams():
+        ways = [way for way in access.ways if next(way.streams()).length > 1] or access.ways
+        for runs in ways[-1].streams():
             yield access.slot, access.written, runs
 
 
