@@ -20,7 +20,6 @@ from stages.proof.selftest import bounds, resident
 from stages.proof.selftest.resident import Resident
 from stages.proof.selftest.streams import Streams
 from stages.weights.constants import BLOCK, HEAD_POSITION, POSITION
-from stages.weights.format import Format
 from stages.weights.formats import formats
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -74,6 +73,15 @@ def _normal(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
     return values.astype(bfloat16 if arg.format == "bf16" else np.float32)
 
 
+def _drawn(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+    """Return random numbers, or a weight in groups as it is stored, whose products with them are of size 1."""
+    form = formats()[arg.format]
+    if not form.cut:
+        return _normal(name, arg, shape)
+    drawn = _seeded(name + arg.name, shape).standard_normal(shape, np.float32)
+    return form.quantise(drawn / np.float32(math.sqrt(shape[-1])))
+
+
 def _table(name: str, arg: Arg, shape: tuple[int, ...], position: int = START) -> np.ndarray:
     """Return rows of cosines, then sines, then their positions where rows are wider."""
     angles = _seeded(name, shape).normal(size=(shape[0], resident.HEAD_DIM // 2)) * 50
@@ -91,13 +99,19 @@ def _queries(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
 def _kernel_probe(
     name: str, about: str, kernel: str, shapes: Shapes, bound: Bound, sizes: Mapping[str, Any], repeats: int = 1
 ) -> Probe:
-    """Return the probe of one kernel; `sizes` are its scalars."""
-    program = _program(name, kernels()[kernel], shapes, sizes, repeats)
+    """Return the probe of one kernel.
+
+    Args:
+        bound: gets weights in groups as numbers, which the inputs hold as they are stored.
+        sizes: the kernel's scalars.
+    """
+    taken = kernels()[kernel]
+    read = [arg for arg in taken.args if not arg.written]
+    program = _program(name, taken, shapes, sizes, repeats)
 
     def values() -> Values:
         make = {"table": _table, "q": _queries}
-        read = (arg for arg in kernels()[kernel].args if not arg.written)
-        return {arg.name: make.get(arg.name, _normal)(name, arg, shapes[arg.name]) for arg in read}
+        return {arg.name: make.get(arg.name, _drawn)(name, arg, shapes[arg.name]) for arg in read}
 
     def expected(inputs: Values) -> Values:
         slots = dict(inputs)
@@ -108,12 +122,22 @@ def _kernel_probe(
         evaluate(program, dict(sizes), slots)
         return {"out": slots["out"].reshape(shapes["out"])}
 
-    return Probe(name, about, program, values, expected, bound)
+    def off(inputs: Values, want: Values) -> Values:
+        grouped = {arg.name: formats()[arg.format] for arg in read if formats()[arg.format].cut}
+        numbers = {slot: form.dequantise(inputs[slot], shapes[slot][-1]) for slot, form in grouped.items()}
+        return bound(inputs | numbers, want)
+
+    return Probe(name, about, program, values, expected, off)
 
 
 def _by_head(cache: np.ndarray, sizes: Mapping[str, Any]) -> np.ndarray:
     """Reshape `[positions, kv_heads * 2 * head_dim]` to `[positions, kv_heads, 2, head_dim]`."""
     return cache.reshape(len(cache), -1, 2, sizes["head_dim"])
+
+
+def _keys_and_values(cache: np.ndarray, sizes: Mapping[str, Any]) -> list[np.ndarray]:
+    """Return K and V `[positions, kv_heads * head_dim]` of an interleaved cache."""
+    return [half.reshape(len(cache), -1) for half in np.moveaxis(_by_head(cache, sizes), 2, 0)]
 
 
 def _queries_off(inputs: Values, want: Values) -> Values:
@@ -145,7 +169,7 @@ def _halves(which: int, head_dim: int, bound: Callable[[Values, np.ndarray], np.
 
 def _attention(inputs: Values, want: Values) -> Values:
     heads, kv_heads, dim = _ATTENTION["heads"], _ATTENTION["kv_heads"], _ATTENTION["head_dim"]
-    k, v = (t.reshape(len(t), -1) for t in np.moveaxis(inputs["kv"].reshape(-1, kv_heads, 2, dim), 2, 0))
+    k, v = _keys_and_values(inputs["kv"], _ATTENTION)
     until = START + _ATTENTION["seq"]
     spread = flash_attention.reference_placed(inputs["q"], k[:until], np.abs(v[:until]), START, heads, kv_heads)
     own = inputs["q"].reshape(len(spread), heads, -1)[..., :dim]
@@ -262,44 +286,6 @@ def _attention_parts() -> Iterator[Probe]:
 # Weights in groups
 
 
-def _stored(name: str, form: Format, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a weight as a format stores it, whose products with numbers of size 1 are of size 1."""
-    drawn = _seeded(name, shape).standard_normal(shape, np.float32)
-    return form.quantise(drawn / np.float32(math.sqrt(shape[-1])))
-
-
-def _grouped_probe(name: str, about: str, kernel: str, shapes: Shapes, bound: Bound, sizes: Mapping[str, Any]) -> Probe:
-    """Return the probe of one kernel of weights in groups, whose values are stored already."""
-    taken = kernels()[kernel]
-    program = _program(name, taken, shapes, sizes)
-
-    def values() -> Values:
-        read = (arg for arg in taken.args if not arg.written)
-        made = {}
-        for arg in read:
-            form, shape = formats()[arg.format], shapes[arg.name]
-            made[arg.name] = _stored(name + arg.name, form, shape) if form.cut else _normal(name, arg, shape)
-        return made
-
-    def expected(inputs: Values) -> Values:
-        slots = dict(inputs)
-        evaluate(program, dict(sizes), slots)
-        return {"out": slots["out"]}
-
-    def off(inputs: Values, want: Values) -> Values:
-        """Return the bound for weights as numbers."""
-        numbers = {
-            arg.name: formats()[arg.format].dequantise(inputs[arg.name], shapes[arg.name][-1])
-            if formats()[arg.format].cut
-            else inputs[arg.name]
-            for arg in taken.args
-            if not arg.written
-        }
-        return bound(numbers, want)
-
-    return Probe(name, about, program, values, expected, off)
-
-
 def _grouped() -> Iterator[Probe]:
     def product(inputs: Values, want: Values) -> Values:
         rounded = bounds.one_ulp(want["out"]) if want["out"].dtype == bfloat16 else 0
@@ -315,10 +301,10 @@ def _grouped() -> Iterator[Probe]:
 
     for kernel, outs, cols in (("int4_gemv", 2048, 1024), ("int8_gemv", 1024, 512), ("int6_gemv_f32", 512, 512)):
         shapes, sizes = {"weight": (outs, cols), "x": (cols,), "out": (outs,)}, {"out_cols": outs, "cols": cols}
-        yield _grouped_probe(kernel, f"weight in {kernel[:4]} times vector", kernel, shapes, product, sizes)
+        yield _kernel_probe(kernel, f"weight in {kernel[:4]} times vector", kernel, shapes, product, sizes)
     rows: Shapes = {"x": (512,), "norm": (512,)}
     scalars = {"eps": resident.EPS, "offset": 0.0, "once": 0, "activation": 0}
-    swiglu_probe = _grouped_probe(
+    swiglu_probe = _kernel_probe(
         "int4_swiglu",
         "SwiGLU of the norm's product with weights in int4",
         "int4_norm_gemv_swiglu",
@@ -326,7 +312,7 @@ def _grouped() -> Iterator[Probe]:
         swiglu,
         {"out_cols": 1024, "cols": 512, **scalars},
     )
-    network = _grouped_probe(
+    network = _kernel_probe(
         "int4_feed_forward",
         "feed-forward network in int4, whose sums pass from core to core",
         "int4_feed_forward",
@@ -380,29 +366,23 @@ def _token_probe(name: str, about: str, position: int) -> Probe:
         made = {slot: _normal(name, kernel.arg(slot), shapes[slot]) for slot in ("x", "kv")}
         return made | {"table": _table(name, kernel.arg("table"), shapes["table"], position)}
 
-    def halves(inputs: Values) -> list[np.ndarray]:
-        cache = inputs["kv"].reshape(-1, kv_heads, 2, dim)
-        return [cache[:, :, half].reshape(len(cache), -1) for half in (0, 1)]
-
     def attended(inputs: Values, x: np.ndarray, k: np.ndarray, v: np.ndarray) -> Values:
         tables = np.repeat(inputs["table"], position + 1, axis=0)
         out, row = kernel.reference(x[None], tables, position, k, v, heads, kv_heads)
         return {"out": out, "row": row.reshape(-1)}
 
     def expected(inputs: Values) -> Values:
-        return attended(inputs, inputs["x"], *halves(inputs))
+        return attended(inputs, inputs["x"], *_keys_and_values(inputs["kv"], _TOKEN))
 
     def bound(inputs: Values, want: Values) -> Values:
         queries, own, v_row = np.split(inputs["x"], [width, width + kv_width])
-        k, v = halves(inputs)
+        k, v = _keys_and_values(inputs["kv"], _TOKEN)
         spread = attended(inputs, np.concatenate([queries, own, np.abs(v_row)]), k, np.abs(v))["out"]
         keys = np.concatenate([k[:position], own[None]])
-        row = np.zeros((kv_heads, 2, dim))
-        turned = want["row"].reshape(row.shape)[:, 0].reshape(1, -1)
-        row[:, 0] = bounds.rotation(own[None], kv_heads, turned).reshape(kv_heads, dim)
+        rotated = _halves(0, dim, lambda _, key: bounds.rotation(own[None], kv_heads, key))
+        row = rotated(inputs, {"out": want["row"][None]})["out"][0]
         # Rotations round queries and the token's own key.
-        out = bounds.attention(queries, keys, dim, spread, want["out"], score=2.0**-8)
-        return {"out": out, "row": row.reshape(-1)}
+        return {"out": bounds.attention(queries, keys, dim, spread, want["out"], score=2.0**-8), "row": row}
 
     program = _program(name, kernel, shapes | results, {**_TOKEN, "pos": position})
     return Probe(name, about, program, values, expected, bound)
@@ -461,14 +441,12 @@ def _repeated(source: Resident | Streams) -> Probe:
 
 
 def _input(source: Resident | Streams, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
-    if formats()[arg.format].cut:
-        return _stored(source.name + arg.name, formats()[arg.format], shape)
     if source.whole:
         # Sums of products of small whole numbers are exact in f32, and every format holds the numbers exactly.
         return _seeded(source.name + arg.name, shape).integers(-2, 3, shape).astype(bfloat16)
     if arg.name == "table":
         return _table(source.name, arg, (math.prod(shape) // resident.HEAD_DIM, resident.HEAD_DIM)).reshape(shape)
-    values = _normal(source.name, arg, shape)
+    values = _drawn(source.name, arg, shape)
     return source.placed(arg.name, values) if isinstance(source, Resident) else values
 
 
