@@ -72,6 +72,11 @@ def _range(middle: float, ends: Mapping[str, list[float]]) -> Range:
     return Range(middle, tuple(sorted(moving, key=lambda swing: swing.low - swing.high)))
 
 
+def per_second(low: float, high: float, count: int = 1) -> str:
+    """Return as a range how many come a second if each `count` take from `low` to `high` milliseconds."""
+    return between(1e3 * count / high, 1e3 * count / low)
+
+
 def between(low: float, high: float) -> str:
     """Return two numbers as people read a range, in three digits: `17.1-31.7`, `754-1060`."""
     return "-".join(f"{float(f'{end:.3g}'):g}" for end in (low, high))

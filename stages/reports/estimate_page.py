@@ -12,7 +12,7 @@ from llama_npu2.cli.table import amount
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.estimate import work
-from stages.estimate.ranges import between
+from stages.estimate.ranges import between, per_second
 from stages.reports.estimate_figures import TOKEN
 from stages.reports.estimated import ARRAY_SIDE, HOST_SIDE, TAKE_TURNS
 from stages.reports.pages import (
@@ -46,7 +46,7 @@ def page(figures: Figures) -> Page:
     token, found = figures["phases"][TOKEN], figures["ranges"][TOKEN]
     shown = Page(
         f"Estimate: {figures['model']} on the NPU",
-        f"{between(1e3 / found['high'], 1e3 / found['low'])} tokens/s, by arithmetic, not measured: weights "
+        f"{per_second(found['low'], found['high'])} tokens/s, by arithmetic, not measured: weights "
         f"{figures['weights']}, grouping {figures['grouping']}. A token after {figures['depth']} others takes "
         f"{_between(found)}, most of it limited by {_most(token)}.",
     )

@@ -10,7 +10,7 @@ from typing import Any
 from llama_npu2.cli.table import Table, amount, fitted
 from stages.estimate.constants import Constant, Machine, constants
 from stages.estimate.price import Priced
-from stages.estimate.ranges import Range, between
+from stages.estimate.ranges import Range, between, per_second
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
 from stages.estimate.work import Time
 from stages.reports.estimated import DEPTH, TAKE_TURNS, TOKEN, Estimate, total
@@ -43,10 +43,11 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
     if found_turns := figures["streams"]:
         print(f"\n{TAKE_TURNS}:")
         for turns in found_turns:
+            low, high, sequences = turns["low"], turns["high"], turns["sequences"]
             print(
-                f"  {turns['sequences']} at a time: {between(turns['low'], turns['high'])} ms from token to token of "
-                f"each, middle {turns['middle']:.1f}; {_rate(turns)} tokens/s together; turns of {turns['tokens']} "
-                f"tokens; {amount(turns['host_bytes'])} of the host for their caches"
+                f"  {sequences} at a time: {between(low, high)} ms from token to token of each, middle "
+                f"{turns['middle']:.1f}; {per_second(low, high, sequences)} tokens/s together; turns of "
+                f"{turns['tokens']} tokens; {amount(turns['host_bytes'])} of the host for their caches"
             )
     print(
         f"\nA token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its weights, "
@@ -103,11 +104,7 @@ def _sum(time: Time, found: Range) -> str:
 
 
 def _per_second(found: Range) -> str:
-    return f"{between(1e3 / found.high, 1e3 / found.low)} tokens/s, middle {1e3 / found.middle:.1f}"
-
-
-def _rate(turns: Mapping[str, Any]) -> str:
-    return between(*(1e3 * turns["sequences"] / turns[end] for end in ("high", "low")))
+    return f"{per_second(found.low, found.high)} tokens/s, middle {1e3 / found.middle:.1f}"
 
 
 _OPEN_RATES = 3

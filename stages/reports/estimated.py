@@ -75,12 +75,12 @@ class Turns:
 
     sequences: int
     tokens: int
-    """Of a turn."""
+    """How many tokens a sequence makes in a turn."""
     low: float
     middle: float
     high: float
     host_bytes: int
-    """What the host keeps of their caches, if each sequence fills its own."""
+    """How many bytes of KV cache the host keeps if each sequence fills its own."""
 
 
 @dataclass
