@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llama_npu2.errors import closest
-from llama_npu2.schema import Check, Invalid, described, described_by, inside, list_of, passes, string, text
+from llama_npu2.schema import Check, Invalid, described, described_by, inside, list_of, passes, record, string, text
 
 MOST_DEPTH = 64
 """How deeply lists and objects of a request may lie in one another."""
@@ -116,19 +116,12 @@ def holding(required: Mapping[str, Check], optional: Mapping[str, Check] | None 
         properties |= {name: described_by(check) for name, check in required.items()}
         return {"type": "object", "properties": properties, "required": [*required]}
 
-    @described(describe)
-    def check(value: Any) -> None:
-        if type(value) is not dict:
-            raise Invalid(value, "an object")
-        for name, item in required.items():
-            if name not in value:
-                raise Invalid(value, f"an object with {name}")
-            inside(name, item, value[name])
-        for name, item in (optional or {}).items():
-            if value.get(name) is not None:
-                inside(name, item, value[name])
+    may_be_null = {name: _or_null(check) for name, check in (optional or {}).items()}
+    return described(describe)(record(required, may_be_null))
 
-    return check
+
+def _or_null(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
 
 
 def rule(field: str, check: Check, unless: Check) -> Check:
