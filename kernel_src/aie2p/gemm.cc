@@ -4,11 +4,15 @@
 // whole lines, and a is converted to it: the matrix unit multiplies that several times faster.
 // c is raw storage of TM*TN f32 in blocks [TM/8][TN/8][8][8]; after gemm_out its first part holds them as bf16, with
 // SWIGLU SwiGLU of each two blocks beside each other, a gate and what it is for.
+// FEWER_ACCUMULATORS: half as many sums in registers, which leaves room for the state of b's stream.
 #ifndef BFP
 #define BFP 0
 #endif
 #ifndef SWIGLU
 #define SWIGLU 0
+#endif
+#ifndef FEWER_ACCUMULATORS
+#define FEWER_ACCUMULATORS 0
 #endif
 #if SWIGLU
 #include "silu.h"
@@ -20,12 +24,8 @@ namespace {
 constexpr unsigned ROWS = TM / EDGE, COLS = TN / EDGE, DEPTH = TK / EDGE;
 static_assert(TM % EDGE == 0 && TN % EDGE == 0 && TK % EDGE == 0);
 static_assert(EDGE == 8, "the matrix unit multiplies blocks of 8 x 8 bf16");
-// Blocks of c held in accumulator registers at once; FEWER_ACCUMULATORS: with room for the state of b's stream.
-#ifdef FEWER_ACCUMULATORS
-constexpr unsigned HIGH = 1, WIDE = COLS % 2 == 0 ? 2 : 1;
-#else
-constexpr unsigned HIGH = ROWS % 2 == 0 ? 2 : 1, WIDE = COLS % 2 == 0 ? 2 : 1;
-#endif
+// Blocks of c held in accumulator registers at once.
+constexpr unsigned HIGH = ROWS % 2 == 0 && !FEWER_ACCUMULATORS ? 2 : 1, WIDE = COLS % 2 == 0 ? 2 : 1;
 
 #if BFP
 static_assert(COLS % 2 == 0, "a stream of b has the blocks of two columns in turn");

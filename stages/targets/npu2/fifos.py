@@ -27,8 +27,8 @@ class _SpillError(UserError):
     """An object keeps the state of a FIFO on the stack."""
 
 
-def of_a_fifo(error: UserError) -> bool:
-    """Return whether an object was refused, by Peano or by `check_fifos`, because of a FIFO on the stack."""
+def is_spill(error: UserError) -> bool:
+    """Return whether an object was refused, by Peano or by `check_fifos`, because a FIFO's state is on the stack."""
     return isinstance(error, _SpillError) or _NOT_ENCODED in str(error)
 
 

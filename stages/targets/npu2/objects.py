@@ -67,18 +67,18 @@ def compile_tile(source: str, cache: Path, name: str, flags: Sequence[str], leve
     sources = [path, *sorted(path.parent.glob("*.h"))]
     failed = f"{path.name} does not compile for the NPU as {name}"
 
-    def made(output: Path, *more: str) -> list[Path]:
+    def compiled(output: Path, *more: str) -> list[Path]:
         read = compile_object(command_line([*flags, *more]), path, output, failed)
         fifos.check_fifos(output, name, objdump())
         return read
 
     def make(output: Path) -> list[Path]:
         try:
-            read = made(output)
+            read = compiled(output)
         except UserError as error:
-            if not fifos.of_a_fifo(error):
+            if not fifos.is_spill(error):
                 raise
-            read = made(output, fifos.FEWER)
+            read = compiled(output, fifos.FEWER)
         stack.check_stack(output, name)
         static.check_static(output, name)
         return read

@@ -123,7 +123,10 @@ def write_program(module: Path, library: str, cache: Path, work: Path) -> list[P
 
 
 def _judges() -> list[Path]:
-    """Return the sources of what makes and judges programs: one that was built by others is made again."""
+    """Return the project's sources that decide how aircc is run and what the audit refuses.
+
+    They are a part of the key, so that no program is taken from the cache that today's rules would refuse.
+    """
     return [path for room in ("air", "targets/npu2") for path in sorted((ROOT / "stages" / room).glob("*.py"))]
 
 
