@@ -55,7 +55,7 @@ def fuzz(
     `tell`: gets each finding at once."""
     result, before = Result(), _seconds(resource.RUSAGE_CHILDREN)
     shared: Any = RawArray("q", 3 + len(parser.counted))
-    """Of the child: the input it runs; how many ran, how many were refused; and sums of what they counted."""
+    """The child notes here which input it runs, how many ran and were refused, and sums of what they counted."""
     number, end = first, first + count
     while number < end and (left := seconds + before - _seconds(resource.RUSAGE_CHILDREN)) > 0:
         shared[:] = [number, 0, 0, *(0 for _ in parser.counted)]

@@ -1,4 +1,4 @@
-"""What several files of tests of the array use."""
+"""Fixtures that several files of tests of the array use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def only_new_objects_are_collected() -> Iterator[None]:
-    """For tests that collect garbage: they do not look at what was there before them, which takes a second each."""
+    """Spare tests that collect garbage the objects that were there before: looking at them takes a second each time."""
     gc.collect()
     gc.freeze()
     yield

@@ -300,7 +300,7 @@ def normed(x: np.ndarray, weight: np.ndarray, scalars: Scalars) -> np.ndarray:
 
 
 def error(form: Format, rounded: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Of a product in f32."""
+    """Return how far a product in f32 may be off."""
     return bounds.grouped(x, form.dequantise(rounded, len(x)))
 
 

@@ -85,7 +85,7 @@ TRIED = ("add", "rope_kv", "silu_and_mul", "gemm_kv", "int4_feed_forward", "toke
 
 @pytest.fixture(scope="session")
 def few(model: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    """With the probes that a short climb reaches for."""
+    """Return what the stand-in takes for artifacts that have only the probes of a short climb."""
     root = tmp_path_factory.mktemp("few")
     shutil.copytree(artifacts / ".cache", root / ".cache", ignore=unfinished)
     given = {"model": "demo", "artifacts": str(root), "target": "npu2-sim", "npu.buckets": "64,128"}
@@ -140,7 +140,7 @@ def results(found: Outcome) -> dict[str, set[str]]:
 
 
 def climbed(setup: Setup) -> Outcome:
-    """All rungs hold, in order."""
+    """Climb, check that all rungs hold in their order, and return what was found."""
     install()
     said: list[Rung] = []
     found = run_ladder(setup, said.append)
@@ -178,7 +178,7 @@ def test_rungs_of_every_probe_hold(on_npu: Setup) -> None:
 
 
 def test_every_kernel_of_the_array_is_tried() -> None:
-    """By its tile functions: every C++ source of a device program, whatever the weights."""
+    """Probes call the tile functions of every C++ source that a program of the array has, whatever the weights."""
     device = [
         program
         for grouping in GROUPINGS.values()

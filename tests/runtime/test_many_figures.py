@@ -269,7 +269,7 @@ class Replied:
     times: float
     """How many times as fast it is with drafts, by the clock."""
     rows: list[int]
-    """Of the steps with drafts."""
+    """How many rows each step with drafts had."""
 
     def counted(self, pace: Pace) -> float:
         """How many times as fast it is by what its steps take on average, which other work does not change."""
@@ -294,7 +294,7 @@ def noted_rows(pace: Pace) -> Iterator[list[int]]:
 
 
 def replied(llm: Llama, prompt: str, length: int, turns: int) -> Replied:
-    """So many replies with drafts and without in turn, all the same, and the medians of their times."""
+    """Return a reply that was made `turns` times with drafts and without in turn, with the median of their times."""
     times: dict[bool, list[float]] = {False: [], True: []}
     found, raw = [], _is_raw(prompt)
     for llm.speculate in (False, True) * turns:
@@ -322,7 +322,7 @@ def told(kind: str, replies: Sequence[Replied], pace: Pace) -> tuple[float, floa
 
 @pytest.fixture(scope="module")
 def replies(llm: Llama) -> dict[str, list[Replied]]:
-    """Of the small model, which those of larger shapes repeat."""
+    """Return the replies of the small model, which tests of larger shapes replay."""
     kinds = {**REPEATING, "free text": FREE}
     return {
         kind: [replied(llm, prompt, *((96, 1) if kind == "free text" else (400, 3))) for prompt in prompts]
@@ -427,7 +427,7 @@ def each_token(times: Sequence[float]) -> float:
 
 
 def streamed(server: Server, name: str, prompt: Sequence[int], length: int, biases: dict[int, float]) -> list[float]:
-    """When the events of a stream come to a client, by `time.perf_counter`."""
+    """Return when each event of a stream comes to a client, by `time.perf_counter`."""
     asked = {"model": name, "prompt": [*prompt], "max_tokens": length, "temperature": 0, "stream": True}
     body = json.dumps({**asked, "logit_bias": {str(token): bias for token, bias in biases.items()}})
     with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:

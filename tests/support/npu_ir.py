@@ -90,7 +90,10 @@ def _device(function: FuncOp, launch: LaunchOp, name: str) -> Iterator[str]:
 
 
 def _streams(launch: LaunchOp) -> Iterator[tuple[str, bool, Runs]]:
-    """Slot, whether it is written, and runs in order. What goes to all cores is no stream for each element."""
+    """Yield the slot of each stream, whether it is written, and its runs in order.
+
+    A row that goes to all cores is one stream, not one for each of its elements.
+    """
     for access in accesses(launch, "launch"):
         ways = [way for way in access.ways if next(way.streams()).length > 1] or access.ways
         for runs in ways[-1].streams():

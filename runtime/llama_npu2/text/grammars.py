@@ -150,7 +150,7 @@ def _with_stack(function: Callable[[], Result]) -> Result:
 
 
 _starting = threading.Lock()
-"""Whoever has it may change the stack of threads that start."""
+"""Held while a schema is compiled: only one such stack is used at a time, and nobody else changes its size."""
 
 
 def _reason(matcher: LLMatcher) -> str:

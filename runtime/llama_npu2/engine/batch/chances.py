@@ -12,9 +12,9 @@ class Agreement(IntEnum):
     ALONE = 0
     """There is one place."""
     ALL = 1
-    """The same token follows in all of them."""
+    """There are several, and the same token follows in all of them."""
     SOME = 2
-    """Different tokens follow."""
+    """There are several, and different tokens follow."""
     PART = 3
     """It is the part that the text repeats with other words."""
 

@@ -51,11 +51,11 @@ class Step:
         if not time:
             return 0
         best, chosen, gained = _MARGIN * self.tokens / (time + self.seconds), 0, 0.0
-        all_of_them = [*expected]
+        by_length = [*expected]
         shortest = (self.pace.hoped(self.rows + 1) or 0.0) + self.seconds + seconds
-        if not all_of_them or self.tokens + all_of_them[-1] <= best * shortest:
-            return 0  # no length can pay, which most tokens of a text that repeats nothing show at once
-        for length, tokens in enumerate(all_of_them, 1):
+        if not by_length or self.tokens + by_length[-1] <= best * shortest:
+            return 0  # what the longest draft makes would not pay in the time of the shortest: so for most free text
+        for length, tokens in enumerate(by_length, 1):
             longer = (self.pace.hoped(self.rows + length) or 0.0) + self.seconds + seconds * length
             trial = 0.0 if self.pace.measured(self.rows + length) else _TRIAL
             if (rate := (self.tokens + tokens) / longer) <= best:
