@@ -158,6 +158,9 @@ constexpr int unrolled_pairs = ISA_LANES == 8 ? 16 : 4;
 
 template <class Format, int R>
 INLINE void wide_sums(const WideGroup<Format> &weights, const int16_t *x, int64_t stride, i32v (*sums)[tile_vectors]) {
+    const int16_t *rows[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) settle_address(rows[r] = x + r * stride);
 #pragma GCC unroll unrolled_pairs
     for (int64_t i = 0; i < WideGroup<Format>::pairs; i++) {
         quadv line[tile_vectors];
@@ -165,7 +168,7 @@ INLINE void wide_sums(const WideGroup<Format> &weights, const int16_t *x, int64_
         for (int64_t v = 0; v < tile_vectors; v++) line[v] = load<quadv>(weights.lines[i][0] + v * 2 * lanes);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            const i32v pair = splat_pair(x + r * stride + 2 * i);
+            const i32v pair = splat_pair(rows[r] + 2 * i);
 #pragma GCC unroll 16
             for (int64_t v = 0; v < tile_vectors; v++) {
                 sums[r][v] = multiply_pairs(line[v], pair, sums[r][v]);

@@ -42,6 +42,13 @@ INLINE void settle(V &sum) {
 #endif
 }
 
+// Keeps an address in one register: else the compiler makes one of each sum of an address and a distance in a loop, and as
+// there are more than registers, reads them from memory before what lies there.
+template <class T>
+INLINE void settle_address(const T *&address) {
+    asm("" : "+r"(address));
+}
+
 // Two of x for every output.
 INLINE i32v splat_pair(const int16_t *x) {
     int32_t pair;
