@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llama_npu2.engine.batch.pace import Pace
 
@@ -14,6 +14,9 @@ _AT_FIRST, _FOR_A_TOKEN, _TRIAL = 0.7, 0.015, 1.0
 number of rows was never measured."""
 _MARGIN = 1.02
 """How many times as many tokens a second a step with a draft must promise as one without it."""
+_SLOWEST = 3.0
+"""How many times as long a step may take with all its drafts as without them, so that tokens come evenly. More rows would bring
+hardly more tokens a second where rows take long: arithmetic then binds, whatever their number."""
 
 
 @dataclass
@@ -28,6 +31,11 @@ class Step:
     """How many tokens it makes on average."""
     seconds: float = 0.0
     """How long it takes to make its drafts."""
+    most_seconds: float = field(init=False)
+    """How long it may take."""
+
+    def __post_init__(self) -> None:
+        self.most_seconds = _SLOWEST * (self.pace.seconds(self.rows) or 0.0)
 
     def cost(self, length: int, seconds: float = 0.0) -> float:
         """Return how many tokens the sequences of the step could have made in the time that a draft takes.
@@ -57,6 +65,8 @@ class Step:
             return 0  # what the longest draft makes would not pay in the time of the shortest: so for most free text
         for length, tokens in enumerate(by_length, 1):
             longer = (self.pace.hoped(self.rows + length) or 0.0) + self.seconds + seconds * length
+            if longer > self.most_seconds:
+                break
             trial = 0.0 if self.pace.measured(self.rows + length) else _TRIAL
             if (rate := (self.tokens + tokens) / longer) <= best:
                 continue
