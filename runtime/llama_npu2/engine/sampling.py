@@ -40,13 +40,13 @@ def sampler(
     adjust = Adjustment(options, prompt)
 
     def choose(logits: np.ndarray) -> int:
-        most_likely(logits)
-        adjusted = adjust(logits)
-        if restrict:
-            restrict(adjusted)
-        if generator is None:
+        token, adjusted = most_likely(logits), logits
+        if restrict or adjust.changes:
+            adjusted = adjust(logits)
+            if restrict:
+                restrict(adjusted)
             token = most_likely(adjusted)
-        else:
+        if generator:
             ids, probabilities = distribution(adjusted, options)
             token = int(generator.choice(ids, p=probabilities))
         adjust.follow(token)
@@ -79,6 +79,9 @@ class Adjustment:
         self._biased, self._biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float32)
         self._seen = set(prompt) if options.repetition_penalty != 1 else set()
         self._reply: Counter[int] = Counter()
+        penalised = options.repetition_penalty != 1 or options.presence_penalty or options.frequency_penalty
+        self.changes = bool(biases or penalised)
+        """Whether it may change a logit."""
 
     def __call__(self, logits: np.ndarray) -> np.ndarray:
         """Return adjusted float32 logits `[vocab]`. Raises UserError for a bias of no token."""

@@ -15,8 +15,8 @@ number of rows was never measured."""
 _MARGIN = 1.02
 """How many times as many tokens a second a step with a draft must promise as one without it."""
 _SLOWEST = 3.0
-"""How many times as long a step may take with all its drafts as without them, so that tokens come evenly. More rows would bring
-hardly more tokens a second where rows take long: arithmetic then binds, whatever their number."""
+"""How many times as long a step may take with all its drafts as without them, so that tokens come evenly. Where rows
+take that long, arithmetic binds, and more of them would hardly bring more tokens a second."""
 
 
 @dataclass
