@@ -18,6 +18,7 @@ from doit.exceptions import InvalidCommand, InvalidDodoFile, InvalidTask
 from llama_npu2 import ending
 from llama_npu2.options import Option
 from stages.commands.words import GENERATE, command_line, commands_of
+from stages.engine.streams import end_with_readers
 from stages.graph.options import COMMANDS, GROUPS, sections
 
 _WIDTH = 110
@@ -69,6 +70,7 @@ class Help(cmd_help.Help):
     def execute(self, params: Mapping[str, Any], args: list[str]) -> int:
         if args and not all(name in COMMANDS for name in args):
             return int(super().execute(params, args))
+        end_with_readers()  # no dodo.py was loaded, which does that for other words
         print("\n\n".join(map(command_help, args)) or overview())
         return 0
 
@@ -81,6 +83,7 @@ class Run(cmd_run.Run):
     def parse_execute(self, in_args: list[str]) -> int:
         words = [arg for arg in in_args if arg not in ("--help", "-h")]
         if words != in_args:
+            end_with_readers()
             print("\n\n".join(map(command_help, commands_of(*command_line(["run", *words])))))
             return 0
         try:

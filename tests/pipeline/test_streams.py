@@ -269,6 +269,11 @@ def test_commands_that_nobody_reads(command: tuple[str, ...], shared: Path) -> N
     quiet([sys.executable, "-m", "doit", *command, *of_model], shared)
 
 
+@pytest.mark.parametrize("command", [("help", "run"), ("estimate", "--help")], ids=" ".join)
+def test_help_that_nobody_reads(command: tuple[str, ...]) -> None:
+    quiet([sys.executable, "-m", "doit", *command], ROOT)
+
+
 @pytest.mark.thorough
 def test_a_stale_build_that_nobody_reads(built: Path) -> None:
     whole = snapshot(built / "artifacts/model/cpu")
