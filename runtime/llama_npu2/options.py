@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from typing import Any, NamedTuple, TypeVar
 
 from llama_npu2.errors import UserError, closest
 
@@ -114,7 +115,9 @@ class Checked:
             if value is None:
                 continue
             bounds, choices = each.metadata["bounds"], each.metadata["choices"]
-            name = option_name(each)
+            name, number = option_name(each), _NUMBERS.get(kind(each))
+            if number and (isinstance(value, bool) or not isinstance(value, number.type)):
+                raise OptionError(name, repr(value), f"must be a {number.name}")
             if bounds and not _within(value, bounds):
                 words = [f"{_BOUNDS[bound]} {limit}" for bound, limit in bounds.items()]
                 finite = [] if _is_finite(value) else ["finite"]
@@ -125,11 +128,14 @@ class Checked:
 
     @classmethod
     def given(cls: type[Group], values: Mapping[str, Any]) -> Group:
-        """Return the options that a caller from Python names. Raises TypeError for an unknown name, UserError."""
+        """Return the options that a caller from Python names. Raises TypeError for an unknown name, UserError.
+
+        None is as good as no value.
+        """
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in values if name not in known]:
             raise TypeError(f"there is no option {unknown[0]}: {nearest(unknown[0], known)}")
-        return cls(**values)
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 def nearest(name: str, known: Sequence[str], ending: str = "") -> str:
@@ -171,6 +177,12 @@ def options_of(*groups: type[Checked]) -> Iterator[Option]:
         yield Option(field=each.name, type=kind(each), default=each.default, **about)
 
 
+class _Number(NamedTuple):
+    type: type
+    name: str
+
+
+_NUMBERS = {"int": _Number(Integral, "whole number"), "float": _Number(Real, "number")}
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "tuple": "TEXT", "bool": "1"}
 
 # What the runtime's commands take

@@ -329,6 +329,43 @@ def test_options_are_refused_alike_everywhere(llm: Llama, given: dict[str, Any],
         assert str(caught.value).replace(".0:", ":") == message
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_tokens": "3"}, "max_tokens='3': must be a whole number"),
+        ({"max_tokens": 3.5}, "max_tokens=3.5: must be a whole number"),
+        ({"seed": True}, "seed=True: must be a whole number"),
+        ({"temperature": "hot"}, "temperature='hot': must be a number"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_options_of_another_type_are_refused(llm: Llama, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        next(llm.generate("hi", **given))
+    assert str(caught.value) == message
+
+
+def test_numbers_of_numpy_and_none_are_taken(llm: Llama) -> None:
+    given = {"max_tokens": np.int64(3), "temperature": np.float32(0), "stop": None, "seed": None, "top_k": None}
+    assert llm.generate("hi", **given).text == llm.generate("hi", max_tokens=3).text
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["hi"], [{"content": "hi"}]], ids=str)
+def test_what_is_no_prompt_is_refused(llm: Llama, prompt: Any) -> None:
+    with pytest.raises(TypeError, match="a prompt is a text, a list of token ids, or a list of messages"):
+        llm.generate(prompt)
+
+
+def test_a_closed_model_says_so(demo: Path) -> None:
+    with load(demo) as llm:
+        begun = llm.generate("hi", max_tokens=20)
+        next(begun)
+    llm.close()  # once more
+    for use in (lambda: next(llm.generate("hi")), lambda: llm.prefill([1]), begun.whole):
+        with pytest.raises(UserError, match="the model is closed: load it again"):
+            use()
+
+
 def test_numbers_too_large_for_a_float_are_refused(llm: Llama) -> None:
     with pytest.raises(UserError, match="must be above 0 and at most 1"):
         next(llm.generate("hi", top_p=10**400))

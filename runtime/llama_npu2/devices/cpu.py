@@ -110,9 +110,16 @@ class CpuDevice:
         self._native = library
         if library.isa_name() is None:
             raise _no_code_for_this_cpu(host_library.path)
-        self._team = library.team_create(threads)
-        if not self._team:
+        self._workers = library.team_create(threads)
+        if not self._workers:
             raise UserError(f"cannot start {threads or os.cpu_count()} threads: lower --threads")
+
+    @property
+    def _team(self) -> int:
+        """The address of the team of threads. Raises UserError once the device is closed."""
+        if not self._workers:
+            raise UserError("the model is closed: load it again")
+        return int(self._workers)
 
     @property
     def threads(self) -> int:
@@ -208,9 +215,9 @@ class CpuDevice:
         return float(measure(self._team, iterations))
 
     def close(self) -> None:
-        if self._team:
-            self._native.team_destroy(self._team)
-            self._team = None
+        if self._workers:
+            self._native.team_destroy(self._workers)
+            self._workers = None
 
 
 class CpuSubmission:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import inf
 from operator import setitem
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -381,8 +381,14 @@ class Engine:
         return f"shorten the prompt{more}"
 
     def close(self) -> None:
-        """Release the device."""
+        """Release the device. Whoever generates afterwards gets a UserError."""
         self.device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from numbers import Integral
@@ -253,10 +253,11 @@ class Llama(Engine):
 
     def _check_prompt(self, prompt: Prompt) -> None:
         """Check that a prompt is what `encode` takes. Raises TypeError, UserError."""
-        if isinstance(prompt, str) or all(isinstance(token, Integral) for token in prompt):
+        known = isinstance(prompt, Iterable)
+        if isinstance(prompt, str) or (known and all(isinstance(token, Integral) for token in prompt)):
             return
         said = {"content", "tool_calls", *REASONING}
-        if not all(isinstance(each, Mapping) and "role" in each and said & each.keys() for each in prompt):
+        if not known or not all(isinstance(each, Mapping) and "role" in each and said & each.keys() for each in prompt):
             raise TypeError("a prompt is a text, a list of token ids, or a list of messages with role and content")
         if self.chat_template is None:
             raise UserError("this model has no chat template: give a plain text prompt")

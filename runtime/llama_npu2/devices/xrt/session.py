@@ -190,7 +190,7 @@ class Session:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
-        self.lost = self.lost or "the device is closed"
+        self.lost = self.lost or "the model is closed: load it again"
 
 
 def _added(path: Path, elf: Any, context: Any) -> bool:
