@@ -356,6 +356,13 @@ def test_what_is_no_prompt_is_refused(llm: Llama, prompt: Any) -> None:
         llm.generate(prompt)
 
 
+@pytest.mark.parametrize("prompt", ["a\udcff", [{"role": "user", "content": "a\udcff"}]], ids=["text", "messages"])
+def test_a_text_that_is_not_unicode_is_refused(llm: Llama, prompt: Any) -> None:
+    """Python makes such texts of standard input and arguments in another encoding."""
+    with pytest.raises(UserError, match=r"the text is not UTF-8 \('\\udcff' is half of a character\)"):
+        next(llm.generate(prompt))
+
+
 def test_a_closed_model_says_so(demo: Path) -> None:
     with load(demo) as llm:
         begun = llm.generate("hi", max_tokens=20)

@@ -42,6 +42,7 @@ class Tokenizer:
         With `special_tokens` they include those that the tokenizer's post-processor adds (a beginning-of-text token).
         Raises UserError.
         """
+        _check_unicode(text)
         with _explained("the tokenizer cannot encode this text"):
             if len(text) < _LONG:
                 found = self.inner.encode(text, add_special_tokens=special_tokens)
@@ -68,6 +69,7 @@ class Tokenizer:
 
     def _plain(self, text: str) -> list[int]:
         """Return the token ids of a text in which no added token is seen."""
+        _check_unicode(text)
         inner, splits = self.inner, [text]
         with _explained("the tokenizer cannot encode this text"):
             if inner.normalizer is not None:
@@ -95,6 +97,15 @@ class Tokenizer:
             else:
                 (text,) = self.inner.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
+
+
+def _check_unicode(text: str) -> None:
+    """Raise UserError for a text with half of a surrogate pair, as Python makes of bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise UserError(f"the text is not UTF-8 ({half!r} is half of a character): save or send it as UTF-8") from None
 
 
 @contextlib.contextmanager
