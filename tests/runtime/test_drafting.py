@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, load
@@ -19,8 +22,10 @@ from llama_npu2.engine.batch.gain import Gain
 from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.completion import Completion
 from llama_npu2.engine.drafting import check_drafts
+from llama_npu2.engine.generation import Generation
 from llama_npu2.engine.memory import memory_of_blocks
 from llama_npu2.options import OptionError
+from llama_npu2.text.replies import Piece
 from tests.conftest import build, write_checkpoint
 
 ASKED: list[dict[str, Any]] = [
@@ -112,6 +117,33 @@ def test_an_engine_drafts_with_a_small_model(llm: Llama, always: None, counted: 
     assert counted.drafted > counted.accepted > len(wanted)
     small = llm._drafting
     assert small and not small.model._texts
+
+
+def test_a_context_that_is_taken_between_two_drafted_tokens(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another reply that begins alike leaves K and V of its own draft there, which is not what it says next."""
+    token, other = (llm.encode(text, raw=True)[-1] for text in "ab")
+    asked: dict[str, Any] = {"raw": True, "max_tokens": 12, "logit_bias": {token: 100.0}}
+    llm.speculate, drafts, real = True, list[int](), Generation.take
+    logits: dict[Generation, list[bytes]] = defaultdict(list)
+
+    def take(self: Generation, row: np.ndarray) -> list[Piece]:
+        logits[self].append(row.tobytes())
+        return real(self, row)
+
+    monkeypatch.setattr(drafting.Drafts, "draft", lambda self, wanted, room: [drafts[:]])
+    monkeypatch.setattr(Generation, "take", take)
+    assert set(llm.generate("Once", **asked).whole().tokens) == {token}
+    behind, ahead = (llm.generate("Once", keep_context=True, **asked) for _ in range(2))
+    read = [*islice(behind, 2), *islice(ahead, 6)]
+    drafts[:] = [token] * 3
+    read.append(next(ahead))
+    drafts[:] = [other]
+    read.append(next(behind))
+    drafts.clear()
+    for reply in (ahead, behind):
+        reply.whole()
+    alone, *others = logits.values()
+    assert len(read) == 10 and others == [alone, alone]
 
 
 def test_a_reply_that_is_left_keeps_no_blocks(llm: Llama, always: None) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,23 @@ def test_a_text_that_is_not_unicode_is_refused(llm: Llama, prompt: Any) -> None:
     """Python makes such texts of standard input and arguments in another encoding."""
     with pytest.raises(UserError, match=r"the text is not UTF-8 \('\\udcff' is half of a character\)"):
         next(llm.generate(prompt))
+
+
+def test_another_thread_is_refused_and_disturbs_nothing(llm: Llama) -> None:
+    asked: dict[str, Any] = {"max_tokens": 200, "logit_bias": dict.fromkeys(llm.eos, -100.0)}
+    alone, refused = llm.generate("Once", **asked).text, 0
+    with ThreadPoolExecutor(1) as pool:
+        while not refused:
+            growing = pool.submit(lambda: llm.generate("Once", **asked).text)
+            while not growing.done():
+                try:
+                    llm.generate("Twice", max_tokens=1, keep_context=True).whole()
+                except UserError as error:
+                    assert "the model is at work in another thread: llm.engine()" in str(error)
+                    refused += 1
+            error = growing.exception()
+            assert "another thread" in str(error) if error else growing.result() == alone
+    assert llm.generate("Once", **asked).text == alone
 
 
 def test_a_closed_model_says_so(demo: Path) -> None:

@@ -260,7 +260,7 @@ class Engine:
             The number of tokens that are kept.
         """
         before = ids[:-1]
-        kept = len(before) if self._cached == before else _common_prefix(self._cached, before)
+        kept = len(before) if self._cached == before else common_prefix(self._cached, before)
         cost = self._chunks.cost
         if self.buckets and 0 < kept < len(before) and cost(0, len(ids)) < cost(kept, len(ids)):
             kept = 0
@@ -286,7 +286,7 @@ class Engine:
         if not 0 < first < len(ids):
             raise UserError(f"score: first={first}: must be from 1 to {len(ids) - 1}, as there are {len(ids)} tokens")
         self._check_vocabulary(ids)
-        shared = _common_prefix(self._cached, ids[: first - 1])
+        shared = common_prefix(self._cached, ids[: first - 1])
         self.rewind(shared)
         logits = self._logits_from(ids[shared:-1], first - 1 - shared)
         return [Logprob.of(token, row, top) for token, row in zip(ids[first:], logits, strict=True)]
@@ -391,7 +391,8 @@ class Engine:
         self.close()
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return with how many of the same tokens two texts begin."""
     count = 0
     for left, right in zip(a, b, strict=False):
         if left != right:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -22,7 +24,7 @@ from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.completion import Completion, Logprob, Reply, Stats
 from llama_npu2.engine.contexts import read_context, write_context
 from llama_npu2.engine.drafting import Drafting, check_drafts, kv_memory_beside
-from llama_npu2.engine.engine import Engine
+from llama_npu2.engine.engine import Engine, common_prefix
 from llama_npu2.engine.generation import Asked, Generation
 from llama_npu2.engine.step import Run
 from llama_npu2.errors import UserError
@@ -67,7 +69,11 @@ def load(
 
 
 class Llama(Engine):
-    """An engine with its tokenizer and chat template, which generates text. Not thread-safe."""
+    """An engine with its tokenizer and chat template, which generates text.
+
+    It is for one thread at a time: another one that asks for a token meanwhile gets a UserError. `engine` makes many
+    replies at a time.
+    """
 
     speculate: bool
     """Whether `generate`, `chat` and `complete` draft tokens, where the device can check several at once."""
@@ -88,6 +94,7 @@ class Llama(Engine):
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
         self._serving: Serving | None = None
+        self._free = Lock()
         self._drafting = Drafting(small, self) if small else None
         self.speculate, self._pace, self._chances = self.holds_many, Pace(), Chances()
 
@@ -300,14 +307,15 @@ class Llama(Engine):
         """
         started, self.stats = time.perf_counter(), Stats()
         ids = self._encoded(prompt, raw, template)
-        if not keep_context or logprobs is not None:
-            self.reset()
-        reused = self._keep(ids)
-        if logprobs is None:
-            return _Prompt(ids, self._logits_after(ids), started, reused)
-        rows = self._logits_from(ids, 0)
-        prompt_logprobs = [Logprob.of(token, next(rows), logprobs) for token in ids[1:]]
-        return _Prompt(ids, next(rows).copy(), started, reused, prompt_logprobs)
+        with self._alone():
+            if not keep_context or logprobs is not None:
+                self.reset()
+            reused = self._keep(ids)
+            if logprobs is None:
+                return _Prompt(ids, self._logits_after(ids), started, reused)
+            rows = self._logits_from(ids, 0)
+            prompt_logprobs = [Logprob.of(token, next(rows), logprobs) for token in ids[1:]]
+            return _Prompt(ids, next(rows).copy(), started, reused, prompt_logprobs)
 
     def _encoded(self, prompt: Prompt, raw: bool, template: Mapping[str, Any] | None) -> list[int]:
         ids = self.encode(prompt, raw, template)
@@ -350,31 +358,50 @@ class Llama(Engine):
     def _go_on(self, generation: Generation, drafts: Drafts | None) -> Iterator[Piece]:
         """Yield the pieces of a reply's next token, and of those after it that were drafted."""
         ids = generation.ids
-        # What is traced or profiled are the phases, in which tokens come one by one.
-        if not drafts or self._traced or self._timed.recorder or self._keep(ids) < len(ids) - 1:
-            yield from generation.take(self._logits_after(ids))
-            return
-        (drafted,) = drafts.draft([Wanted(generation, ids, self.context_length - len(ids))], self.steps.rows - 1)
-        started = time.perf_counter()
-        logits = self._drafts_checked(ids, drafted) if drafted else self._logits_after(ids)[None]
-        self._pace.note(len(logits), len(logits), time.perf_counter() - started)
+        with self._alone():
+            drafted, logits = self._next(generation, drafts)
         accepted = 0
         for row, token in zip(logits, [*drafted, None], strict=True):
             yield from generation.take(row)
             if generation.finished or ids[-1] != token:
                 break
-            self._cached.append(token)
             accepted += 1
-        if drafted:
+        if drafts and drafted:
+            self.rewind(common_prefix(self._cached, ids[:-1]))
             drafts.note(generation, len(drafted), accepted)
 
+    def _next(self, generation: Generation, drafts: Drafts | None) -> tuple[list[int], np.ndarray]:
+        """Return the drafted next tokens of a reply, and the logits `[1 + drafts, vocab]` after it and each of them."""
+        ids = generation.ids
+        # What is traced or profiled are the phases, in which tokens come one by one.
+        if not drafts or self._traced or self._timed.recorder or self._keep(ids) < len(ids) - 1:
+            return [], self._logits_after(ids)[None]
+        (drafted,) = drafts.draft([Wanted(generation, ids, self.context_length - len(ids))], self.steps.rows - 1)
+        started = time.perf_counter()
+        logits = self._drafts_checked(ids, drafted) if drafted else self._logits_after(ids)[None]
+        self._pace.note(len(logits), len(logits), time.perf_counter() - started)
+        return drafted, logits
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out of the context inside the `with` block, in which it changes. Raises UserError."""
+        if not self._free.acquire(blocking=False):
+            raise UserError("the model is at work in another thread: llm.engine() makes many replies at a time")
+        try:
+            yield
+        finally:
+            self._free.release()
+
     def _drafts_checked(self, ids: list[int], drafted: list[int]) -> np.ndarray:
-        """Append the last of `ids` to the context; return the logits after it and each draft, `[1 + drafts, vocab]`."""
+        """Append the last of `ids` and the drafts to the context; return the logits after each, `[1 + drafts, vocab]`.
+
+        Drafts that are not chosen are forgotten later, because whoever takes a piece of the reply may use the model,
+        and its context, before the next row is looked at.
+        """
         position, count = len(ids) - 1, 1 + len(drafted)
         table = range(-(-(position + count) // BLOCK_POSITIONS))
-        # A copy, because who takes a piece of the reply may use the model before the next row is looked at.
         logits = self.steps.step([Run([ids[-1], *drafted], position, table, count)]).copy()
-        self._cached.append(ids[-1])
+        self._cached += [ids[-1], *drafted]
         return logits
 
     def engine(self, *, speculate: bool = True) -> Serving:
