@@ -39,6 +39,23 @@ def test_streams_are_what_generate_gives(llm: Llama) -> None:
         assert found.stats.ttft > 0
 
 
+def test_nobody_else_uses_the_model_of_an_open_engine(llm: Llama) -> None:
+    asked: dict[str, Any] = {"raw": True, "max_tokens": 30, "logit_bias": dict.fromkeys(llm.eos, -100.0)}
+    begun, alone = llm.generate("Twice", **asked), llm.generate("Once", **asked).whole().tokens
+    next(begun)
+
+    async def main() -> list[int]:
+        with llm.engine() as engine:
+            stream = engine.submit("Once", **asked)
+            await anext(stream)
+            for use in (begun.whole, lambda: llm.prefill([5]), lambda: llm.decode(5), lambda: llm.score([5, 6])):
+                with pytest.raises(UserError, match="an engine is open"):
+                    use()
+            return (await stream.whole()).tokens
+
+    assert asyncio.run(main()) == alone
+
+
 def test_a_stream_can_be_cancelled_and_an_engine_closed_at_any_time(llm: Llama) -> None:
     async def main() -> None:
         with llm.engine() as engine:

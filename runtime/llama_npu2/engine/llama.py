@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BLOCK_POSITIONS
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, Phase
 from llama_npu2.engine import retrieval
 from llama_npu2.engine.batch.chances import Chances
 from llama_npu2.engine.batch.drafts import Drafts, Wanted
@@ -36,6 +36,7 @@ from llama_npu2.text.replies import Piece
 from llama_npu2.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from llama_npu2.devices import Submission
     from llama_npu2.engine.serving import Serving
     from llama_npu2.text.grammars import Constraint, Grammars
 
@@ -385,6 +386,7 @@ class Llama(Engine):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other threads out of the context inside the `with` block, in which it changes. Raises UserError."""
+        self._check_unserved()
         if not self._free.acquire(blocking=False):
             raise UserError("the model is at work in another thread: llm.engine() makes many replies at a time")
         try:
@@ -482,7 +484,12 @@ class Llama(Engine):
         self._check_vocabulary(ids)
         return self._generation(Asked(ids, options, number, started), Completion())
 
+    def _run(self, phase: Phase, ids: list[int], calls: Submission | None = None) -> None:
+        self._check_unserved()
+        super()._run(phase, ids, calls)
+
     def _check_unserved(self) -> None:
+        """Raise UserError while an engine is open, which has the caches."""
         if self._serving:
             raise UserError("an engine is open on this model: submit to it, or close it first")
 
