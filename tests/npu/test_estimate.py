@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -72,6 +73,12 @@ from tests.support.vector_ops import buffer, count
 LLAMA = MODELS["llama-3.2-1b"]
 MACHINE = Machine()
 GBPS = 1e9
+
+
+@functools.cache
+def estimated(grouping: str) -> Estimate:
+    """Of a Llama. Tests share it."""
+    return Estimate(LLAMA, grouping, [128], MACHINE)
 
 
 def time_of(module: air.AirModule, costs: Any, machine: Machine = MACHINE) -> Time:
@@ -254,7 +261,7 @@ def test_a_tile_function_without_a_cost_is_refused() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("grouping", ["separate", "fused"])
 def test_a_programs_rows_are_its_described_launches(grouping: str) -> None:
-    estimate = Estimate(LLAMA, grouping, [512], MACHINE)
+    estimate = estimated(grouping)
     for name, module in estimate.modules.items():
         rows = estimate.rows[name]
         described, added = rows[: len(module.kernels)], rows[len(module.kernels) :]
@@ -309,7 +316,7 @@ def test_the_host_works_beside_the_array_unless_it_waits_for_it() -> None:
 
 
 def test_a_token_is_its_calls_submissions_and_host_work() -> None:
-    estimate = Estimate(LLAMA, "fused", [128], MACHINE)
+    estimate = estimated("fused")
     stretches = list(estimate.stretches())
     assert sum(bool(each.device) for each in stretches) == LLAMA.layers + 1
     token = estimate.token(depth=1024)
@@ -341,7 +348,7 @@ def test_what_the_host_does_beside_the_array_counts_as_far_as_it_is_longer(matmu
 
 def test_a_prompts_logits_are_made_where_the_grouping_says() -> None:
     vocabulary = LLAMA.vocab * 2048 * 2 / (MACHINE.host_read_gbps * GBPS)
-    host = {name: Estimate(LLAMA, name, [128], MACHINE).prompt(128).by["host"] for name in ("separate", "fused")}
+    host = {name: estimated(name).prompt(128).by["host"] for name in ("separate", "fused")}
     assert host["fused"] > vocabulary > host["separate"]
 
 
@@ -350,12 +357,12 @@ def test_a_prompts_logits_are_made_where_the_grouping_says() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    estimates = {name: Estimate(LLAMA, name, [128], MACHINE) for name in GROUPINGS}
+    estimates = {name: estimated(name) for name in GROUPINGS}
     return figures("llama", estimates, "fused")
 
 
 def test_times_of_phases_are_those_of_their_moments(found: dict[str, Any]) -> None:
-    estimate = Estimate(LLAMA, "fused", [128], MACHINE)
+    estimate = estimated("fused")
     for phase, time in (("token", estimate.token()), ("prompt of 128", estimate.prompt(128))):
         times = found["phases"][phase]
         assert times["milliseconds"] == pytest.approx(time.milliseconds) == found["groupings"]["fused"][phase]

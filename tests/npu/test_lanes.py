@@ -332,7 +332,7 @@ def test_products_with_norm_or_residual(form: Format, rows: int, cols: int, scal
     np.testing.assert_array_equal(got, product(form, rounded, row, residual, kernel="gemv_bias"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("rows, cols", [(48, 576), (96, 736)])
 def test_products_with_bias(form: Format, rows: int, cols: int) -> None:
@@ -385,7 +385,7 @@ def swiglu_part(form: Format, rounded: np.ndarray, x: np.ndarray, lanes: int) ->
     return execute(grouped_gemv.build(tiling), packed, x, empty(len(rounded)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_logits_of_the_array(form: Format) -> None:
     rounded, x = stored(form, 1030, 256), np.random.default_rng(1).standard_normal(256).astype(bfloat16)
@@ -409,6 +409,7 @@ def test_groups_of_inputs_have_scales_of_their_own(form: Format) -> None:
     assert not product(form, rounded, np.zeros(256, bfloat16)).any()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_inputs_that_are_no_numbers_show(form: Format, value: float) -> None:

@@ -136,7 +136,7 @@ PREFILL = ("q_roped", "kv")
 DECODE = ("q_roped", "k_roped", "v")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [TINY, ODD], ids=["tiny", "odd"])
 @pytest.mark.parametrize(
     "name, outputs",
@@ -163,7 +163,7 @@ def test_a_prompt_goes_on_from_any_position(config: Config) -> None:
     check("fused", "prefill_attend", config, ("kv", "res1"), pos=101)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [TINY, ODD, pytest.param(DEMO, marks=pytest.mark.slow)], ids=["tiny", "odd", "demo"])
 @pytest.mark.parametrize(
     "name, outputs",
@@ -182,6 +182,7 @@ def test_fused_grouping(name: str, outputs: tuple[str, ...], config: Config) -> 
 @pytest.mark.parametrize(
     "config, buckets", [(TINY, (64, 128)), pytest.param(DEMO, (128, 512), marks=pytest.mark.slow)], ids=["tiny", "demo"]
 )
+@pytest.mark.thorough
 def test_a_prompt_gives_the_same_bytes_in_every_bucket(config: Config, buckets: tuple[int, int]) -> None:
     """The last prompt position (and all before) does not see the padding, whatever is in it."""
     prompt, results = 50, []

@@ -62,7 +62,7 @@ def objects(module: ModuleOp, chosen: Sequence[str]) -> list[Path]:
 
 
 def compile_module(module: ModuleOp, flags: Sequence[str] = (), checks: bool = True) -> SimProgram:
-    chosen = options(checks, ["-O1", "-Werror", *flags])
+    chosen = options(checks, flags)
     key = hashlib.sha256(f"{to_mlir(module)}{chosen}".encode()).hexdigest()[:16]
     target = _WORK / f"{key}.so"
     if not target.exists():

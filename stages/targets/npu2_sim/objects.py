@@ -11,6 +11,7 @@ from stages.engine.objects import compile_object, flags_by_object, source_file
 from stages.engine.objects import write_objects as write
 from stages.engine.places import KERNELS
 from stages.targets.cpu.toolchain import need_host_compiler
+from stages.targets.npu2_sim.toolchain import level
 from stages.targets.npu2_sim.toolchain import native_fingerprint as fingerprint
 from stages.weights.constants import macros
 
@@ -22,7 +23,6 @@ FENCE_BYTES = 256
 
 FLAGS = (
     "-std=c++20",
-    "-O3",
     "-march=native",
     "-fPIC",
     "-fno-math-errno",
@@ -45,18 +45,20 @@ def options(checks: bool = True, more: Sequence[str] = ()) -> tuple[str, ...]:
 
     Args:
         checks: Whether a run looks for writes to fences and for bytes that were never written.
+
+    Raises UserError if the environment has no level (`toolchain.level`).
     """
-    return (*FLAGS, f"-DSIM_CHECKS={int(checks)}", *more)
+    return (*FLAGS, f"-O{level()}", f"-DSIM_CHECKS={int(checks)}", *more)
 
 
 def compile_tile(
-    source: str, cache: Path, name: str, flags: Sequence[str], chosen: Sequence[str] = options()
+    source: str, cache: Path, name: str, flags: Sequence[str], chosen: Sequence[str] | None = None
 ) -> CachedObject:
     """Compile an object of a source, or take it from `cache`. Raises UserError.
 
-    The cache has it if content, flags (`Variant.flags()`) and the options `chosen` are the same.
+    The cache has it if content, flags (`Variant.flags()`) and the options `chosen` (`options()`) are the same.
     """
-    path = source_file(source)
+    path, chosen = source_file(source), options() if chosen is None else chosen
     made_by = (fingerprint(), tuple(chosen), tuple(flags))
     command = [*need_host_compiler(), *chosen, f"-I{KERNELS / 'sim'}", *flags]
     sources = [path, *sorted(path.parent.glob("*.h")), *HEADERS]

@@ -33,12 +33,13 @@ def write_program(module: Path, library: str, cache: Path, work: Path) -> list[P
 
 
 def cached_program(
-    module: ModuleOp, objects: Sequence[Path], library: str, cache: Path, chosen: Sequence[str] = options()
+    module: ModuleOp, objects: Sequence[Path], library: str, cache: Path, chosen: Sequence[str] | None = None
 ) -> CachedObject:
     """Return the shared object of a module and the objects that it calls, linked unless it is in the cache.
 
-    Raises UserError.
+    `chosen`: as in `compile_tile`. Raises UserError.
     """
+    chosen = options() if chosen is None else chosen
     with tempfile.TemporaryDirectory() as scratch:
         source = _lowered(module, Path(scratch) / f"{library}.cc")
 
@@ -51,12 +52,14 @@ def cached_program(
 
 
 def link(
-    module: ModuleOp, objects: Sequence[Path], target: Path, work: Path, chosen: Sequence[str] = options()
+    module: ModuleOp, objects: Sequence[Path], target: Path, work: Path, chosen: Sequence[str] | None = None
 ) -> Path:
     """Link the shared object `target` of a module and the objects it calls; `work` keeps the C++. Raises UserError."""
     work.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _link_lowered(_lowered(module, work / f"{target.stem}.cc"), objects, target, chosen)
+    _link_lowered(
+        _lowered(module, work / f"{target.stem}.cc"), objects, target, options() if chosen is None else chosen
+    )
     return target
 
 
