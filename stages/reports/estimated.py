@@ -104,6 +104,8 @@ class Estimate:
     """What was computed, by bucket and window: it does not depend on rates."""
     _host_works: dict[tuple[Stretch, int, int], Work] = field(default_factory=dict, repr=False, compare=False)
     """The work of the host's stretches, by rows and positions before them."""
+    _on_array: dict[tuple[str, ...], list[Moment]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Moments of stretches on the array, by the names of their programs."""
 
     @cached_property
     def grouping(self) -> Grouping:
@@ -193,7 +195,9 @@ class Estimate:
         touched: set[str] = set()
         for stretch in self.stretches(bucket, window):
             if stretch.device:
-                running, touched = list(self._device(stretch)), stretch.touched()
+                if stretch.device not in self._on_array:  # layers have the same programs
+                    self._on_array[stretch.device] = list(self._device(stretch))
+                running, touched = self._on_array[stretch.device], stretch.touched()
                 yield from running
             elif touched & stretch.touched():
                 yield self._host(stretch, bucket or 1, before)

@@ -59,6 +59,7 @@ def scale() -> air.AirModule:
 # text
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("made", [*PROGRAMS.values(), norm_twice, scale], ids=[*PROGRAMS, "stitched", "scale"])
 def test_what_is_printed_parses_and_prints_the_same(made: Callable[[], air.AirModule]) -> None:
     text = air.to_mlir(made().module)

@@ -121,7 +121,7 @@ def test_chunks_fit_and_are_few(form: Format, rows: int, cols: int) -> None:
         assert 8 * found.panel_bytes / found.lanes / cols <= 1.06 * bits
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 @pytest.mark.parametrize("name", ["demo", "llama-3.2-1b", "smollm2-135m", "llama-3.1-8b", "wide"])
 def test_programs_of_tokens_keep_to_the_limits(name: str, weights: str) -> None:
@@ -449,7 +449,7 @@ def test_the_array_reads_every_number_and_scale() -> None:
         np.testing.assert_array_equal(product(form.FORMAT, rounded, x), form.FORMAT.dequantise(rounded, 64)[:, 37])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize(
     "cols, inner, scalars", [(256, 512, USUAL), (576, 1536, USUAL), (64, 288, USUAL), (80, 736, GEMMAS)]

@@ -36,6 +36,7 @@ def test_touching_every_file_rebuilds_nothing(built: Path) -> None:
     assert ran(doit(*COMPILE, cwd=built)) == set()
 
 
+@pytest.mark.thorough
 def test_comment_recompiles_one_object_and_stops(built: Path) -> None:
     source = built / "kernel_src/cpu/embed.cc"
     source.write_text(source.read_text() + "\n// a comment\n")
@@ -77,6 +78,7 @@ def test_changed_weights_repack_and_compile_nothing(built: Path) -> None:
     assert changed == packed | {"manifest.json", "manifest.local", "provenance.json"}
 
 
+@pytest.mark.thorough
 def test_changed_rotation_repacks_the_tables(built: Path) -> None:
     """Only the values of a table change with it, no shape and no weight."""
     before = snapshot(built / BUILT)
@@ -205,11 +207,13 @@ def test_steps_do_not_depend_on_the_working_directory(built: Path, tmp_path: Pat
     assert ran(doit("compile", cwd=built)) == set()
 
 
-def test_every_damaged_artifact_is_repaired(built: Path) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)])
+def test_every_damaged_artifact_is_repaired(every: int, built: Path) -> None:
     """Delete, truncate or flip a byte of each file in turn, receipts included; the next compile restores every byte."""
     whole = snapshot(built / BUILT)
     generator = random.Random(0)
-    for number, name in enumerate(whole):
+    names = list(whole)[::every]
+    for number, name in enumerate(names):
         path = built / BUILT / name
         data = bytearray(whole[name])
         if number % 3 == 0:
@@ -219,7 +223,7 @@ def test_every_damaged_artifact_is_repaired(built: Path) -> None:
         else:
             data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
             path.write_bytes(data)
-        if number % 80 == 79 or number == len(whole) - 1:
+        if number % 80 == 79 or number == len(names) - 1:
             ran(doit(*COMPILE, cwd=built))
             assert snapshot(built / BUILT) == whole, f"after damage up to {name}"
 
@@ -351,11 +355,7 @@ def test_killed_builds_are_finished_by_the_next(kills: int, built: Path) -> None
             path.unlink()
 
     remove()
-    started = time.monotonic()
-    ran(doit(*COMPILE, cwd=built))
-    whole_build = time.monotonic() - started
-    remove()
-    generator = random.Random(1)
+    generator = random.Random(5)
     for _ in range(kills):
         process = subprocess.Popen(
             [sys.executable, "-m", "doit", *COMPILE],
@@ -365,7 +365,7 @@ def test_killed_builds_are_finished_by_the_next(kills: int, built: Path) -> None
             start_new_session=True,
         )
         try:
-            process.wait(generator.uniform(0.1, min(whole_build, 4.0)))
+            process.wait(generator.uniform(0.3, 3.0))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -88,6 +88,7 @@ def chatty(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(1)
 @RUNNERS
 def test_an_answer_is_alone_on_standard_output(runner: tuple[str, ...], chatty: Path) -> None:
     run = doit("run", *runner, "speak", cwd=chatty)
@@ -114,6 +115,7 @@ def test_what_a_file_of_doit_holds(chatty: Path) -> None:
     assert set(steps) == {"first", "second", "third"} and last.startswith("artifacts/model/cpu is up to date: 3 steps")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("terminal", ["stderr", "stdout"])
 def test_one_of_them_is_a_terminal(terminal: str, chatty: Path) -> None:
     """Steps are drawn on a terminal that is standard error; one that gets the answer gets nothing but that."""
@@ -161,7 +163,7 @@ def shared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shutil.copytree(project, tmp_path_factory.mktemp("streams") / "checkout")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "command",
     [
@@ -235,7 +237,7 @@ def test_an_answer_that_nobody_reads(runner: tuple[str, ...], chatty: Path) -> N
     quiet([*command, "long"], chatty, lines=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @RUNNERS
 @pytest.mark.parametrize("lines", [0, 3])
 def test_progress_that_nobody_reads(lines: int, runner: tuple[str, ...], chatty: Path) -> None:
@@ -244,7 +246,7 @@ def test_progress_that_nobody_reads(lines: int, runner: tuple[str, ...], chatty:
     assert doit("speak", cwd=chatty).stdout == "the answer is\n42\n", "the next run goes on"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "command",
     [
@@ -338,6 +340,7 @@ time.sleep(60)
 FULL = "error: the output cannot be written: No space left on device: make room, or write it elsewhere\n"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", [("speak",), ("long",), ("compile",)])
 def test_an_answer_for_which_there_is_no_room(command: tuple[str, ...], chatty: Path) -> None:
     with Path("/dev/full").open("w") as full:
@@ -354,7 +357,7 @@ def test_a_reply_for_which_there_is_no_room(demo: Path) -> None:
             assert (run.returncode, run.stderr) == (1, FULL)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("also_errors", [False, True])
 @pytest.mark.parametrize("arguments", [("hi",), ("hi", "--json"), ("check",), (), ("hi", "--n=2")])
 def test_a_runtime_that_nobody_reads(arguments: tuple[str, ...], also_errors: bool, demo: Path) -> None:

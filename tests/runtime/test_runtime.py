@@ -69,9 +69,9 @@ def test_doit_run_prints_the_completion(demo: Path) -> None:
 
 def test_chunked_prefill_equals_one_and_steps_agree(artifacts: Path, tmp_path: Path) -> None:
     """A prompt of several chunks, up to the very end of the context. Single steps add in another order."""
-    write_checkpoint(tmp_path / "long", max_position_embeddings=1200, vocab_size=64)
+    write_checkpoint(tmp_path / "long", max_position_embeddings=1200)
     llm = load(build(tmp_path / "long", artifacts))
-    ids = np.random.default_rng(0).integers(0, 64, 1200).tolist()
+    ids = np.random.default_rng(0).integers(0, 300, 1200).tolist()
     at_once = llm.prefill(ids)
     assert llm.position == 1200
     llm.reset()

@@ -471,6 +471,7 @@ def test_drafts_lose_no_more_than_a_bound(machine: str, text: str) -> None:
         assert seconds_of(text, times, pace, draw) <= 0.7 + 0.015 * 200 + 0.1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("text", TEXTS)
 def test_learning_how_long_steps_take_costs_little(machine: str, text: str) -> None:

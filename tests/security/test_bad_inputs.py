@@ -194,7 +194,7 @@ REFUSED = ("other_architecture", "config_not_json", "truncated_weights", "no_tok
 RUNNERS = [(), ("-n", "0"), ("-n", "2", "-P", "process")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("runner", RUNNERS, ids=["serial", "process", "thread"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_model_leaves_nothing(name: str, runner: tuple[str, ...], tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_bad_command_line(name: str, tmp_path: Path) -> None:
     arguments, fragment = COMMAND_LINES[name]
@@ -298,6 +298,7 @@ def test_bad_command_line(name: str, tmp_path: Path) -> None:
 TOOLS = "target npu2 needs aircc, aiecc, Peano, AIE API headers"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("command", "target", "said"),
     [("run", "npu2", TOOLS), ("bench", "npu2", TOOLS), ("selftest", "npu2", TOOLS), ("run", "cpu", "CXX=")],
@@ -362,7 +363,7 @@ RUNTIME: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RUNTIME)
 def test_bad_runtime_call(name: str, demo: Path) -> None:
     arguments, fragment = RUNTIME[name]
@@ -413,7 +414,7 @@ ARTIFACTS: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ARTIFACTS)
 def test_bad_artifacts(name: str, demo: Path, tmp_path: Path) -> None:
     damage, fragment = ARTIFACTS[name]

@@ -132,6 +132,7 @@ def test_gguf_tensors_of_two_types_and_f16(tmp_path: Path) -> None:
     assert checkpoint.tensor(LINEAR[0]).dtype == np.float16
 
 
+@pytest.mark.thorough
 def test_artifacts_hold_what_the_checkpoint_holds(tmp_path: Path, artifacts: Path) -> None:
     types = dict.fromkeys(MATRICES, "Q4_K") | {MATRICES[0]: "Q6_K", LINEAR[-1]: "Q5_K"}
     expected = write_file(tmp_path / "held_exactly.gguf", types)
@@ -528,7 +529,7 @@ def test_compressed_tensors(case: str, tmp_path: Path) -> None:
     check_all(tmp_path, write_compressed(tmp_path, case), COMPRESSED[case][2])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", COMPRESSED)
 def test_compressed_tensors_equals_its_library(case: str, tmp_path: Path) -> None:
     """Where the scales are narrow, the library rounds to their type; so does the comparison."""
