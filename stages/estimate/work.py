@@ -6,7 +6,6 @@ them and have its limit.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -114,7 +113,10 @@ class Time:
         return max(self.by, key=lambda limit: self.by[limit], default="")
 
     def __add__(self, other: Time) -> Time:
-        return Time(Counter(self.by) + Counter(other.by))
+        by = dict(self.by)
+        for limit, seconds in other.by.items():
+            by[limit] = by.get(limit, 0.0) + seconds
+        return Time({limit: seconds for limit, seconds in by.items() if seconds > 0})
 
     def __mul__(self, times: float) -> Time:
         return Time({limit: seconds * times for limit, seconds in self.by.items()})

@@ -155,7 +155,8 @@ def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:
         read |= launch.reads()
     about = {
         "slots": described_slots(part, dimensions),
-        "positions": dimensions.get("max_seq"),
+        # A program that knows no position runs with any context, and is linked once for all of them.
+        "positions": dimensions.get("max_seq") if any(map(_by_runs, run)) else None,
         "launches": [described_launch(part, launch, dimensions) for launch in run],
     }
     # What the runtime holds a manifest against before it calls this, and a profile against.
