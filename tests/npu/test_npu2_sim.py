@@ -397,6 +397,7 @@ def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> No
 
 
 @pytest.mark.verify
+@pytest.mark.thorough
 def test_verify_passes(fused: Path) -> None:
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")

@@ -27,7 +27,7 @@ _USUAL = {
     "tests/runtime/test_runtime.py": 25,
     "tests/npu/test_estimate.py": 25,
     "tests/npu/test_sim_kernels.py": 20,
-    "tests/npu/test_npu2_build.py": 20,
+    "tests/npu/test_npu2_build.py": 10,
     "tests/pipeline/test_streams.py": 20,
     "tests/pages/test_chat_page.py": 20,
     "tests/npu/test_sim_programs.py": 20,
