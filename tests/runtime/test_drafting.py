@@ -61,6 +61,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are made whether or not they pay, which depends on the machine's load."""
     monkeypatch.setattr(Pace, "hoped", lambda self, rows: 1e-9)
+    monkeypatch.setattr(Pace, "known", lambda self, rows: False)
     monkeypatch.setattr(Gain, "allowed", lambda self, made: float("inf"))
     monkeypatch.setattr(drafting.Drafts, "_begins", lambda self, *about: True)
 

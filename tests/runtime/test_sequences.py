@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -495,6 +496,23 @@ def test_a_number_of_rows_that_was_slow_once_is_tried_again() -> None:
         ids += [(len(ids) + at) % 3 + 1 for at in range(1 + len(found))]
         longest = max(longest, len(found))
     assert longest == LONGEST
+
+
+def test_steps_with_drafts_take_three_times_as_long_at_most() -> None:
+    """More rows would bring more tokens a second here, but these would come all at once."""
+    pace = Pace()
+    for _ in range(50):
+        pace.note(1, 1, 1.0)
+    drafts, ids, times = Drafts(pace), [1, 2, 3] * 4, list[float]()
+    for _ in range(600):
+        (found,) = drafts.draft([Wanted("text", ids, LONGEST)], LONGEST)
+        times.append(1 + 0.35 * len(found))
+        pace.note(1 + len(found), 1 + len(found), times[-1])
+        if found:
+            drafts.note("text", len(found), len(found))
+        ids += [(len(ids) + at) % 3 + 1 for at in range(1 + len(found))]
+    assert 2 < statistics.median(times[100:]) <= 3
+    assert sum(seconds > 3 for seconds in times[100:]) <= 5, "a hundredth, when it is tried how long they take"
 
 
 class Agreeing(HashedSteps):

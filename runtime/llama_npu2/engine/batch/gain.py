@@ -32,7 +32,7 @@ class Step:
     seconds: float = 0.0
     """How long it takes to make its drafts."""
     most_seconds: float = field(init=False)
-    """How long it may take."""
+    """How long it may take, unless it is tried how long that is."""
 
     def __post_init__(self) -> None:
         self.most_seconds = _SLOWEST * (self.pace.seconds(self.rows) or 0.0)
@@ -65,8 +65,8 @@ class Step:
             return 0  # what the longest draft makes would not pay in the time of the shortest: so for most free text
         for length, tokens in enumerate(by_length, 1):
             longer = (self.pace.hoped(self.rows + length) or 0.0) + self.seconds + seconds * length
-            if longer > self.most_seconds:
-                break
+            if longer > self.most_seconds and self.pace.known(self.rows + length):
+                continue
             trial = 0.0 if self.pace.measured(self.rows + length) else _TRIAL
             if (rate := (self.tokens + tokens) / longer) <= best:
                 continue

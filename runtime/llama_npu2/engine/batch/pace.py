@@ -19,6 +19,9 @@ _DOUBT, _DOUBTED_AFTER = 0.1, 1000
 """What share of a number of rows' time may be an error after one step of it; and after how many other steps its own
 ones count for half as many."""
 
+_KNOWN = 0.5
+"""A number of rows is known as long as what is certain of it is at least so many steps."""
+
 _IN_ORDER = 8
 """After how many steps ratios are brought in order again, since they change little with each."""
 
@@ -74,6 +77,10 @@ class Pace:
     def measured(self, rows: int) -> bool:
         """Return whether there was a step of so many rows."""
         return rows in self._measured
+
+    def known(self, rows: int) -> bool:
+        """Return whether steps of so many rows were measured lately, or so often that it need not be lately."""
+        return rows in self._measured and self._certain(self._measured[rows]) >= _KNOWN
 
     def seconds(self, rows: int) -> float | None:
         """Return how long a step of `rows` rows takes, all with logits; None if there was none of any number yet."""
