@@ -33,6 +33,7 @@ from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.random_weights import write_byte_tokenizer
 from stages.targets.cpu.toolchain import host_compiler
+from stages.targets.npu2_sim.toolchain import LEVEL
 from tests.support import browser
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ if (compiler := host_compiler()) and "-Werror" not in compiler:
     os.environ["CXX"] = shlex.join([*compiler, "-Werror"])
     host_compiler.cache_clear()
 
-os.environ["LLAMA_NPU2_SIM_O"] = "1"
+os.environ[LEVEL] = "1"
 """Tests run a program of the simulator a few times: compiling it at -O3 would take longer than that saves."""
 
 # What the user of this machine trusts is not theirs; parallel workers share it.

@@ -246,7 +246,6 @@ def test_descriptions(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= RUN else []) for s in range(40)])
-@pytest.mark.thorough
 def test_descriptions_run(seed: int, artifacts: Path, tmp_path: Path) -> None:
     """On the CPU: a prompt in pieces, tokens, rewinds."""
     rng = np.random.default_rng([seed, 36])

@@ -135,7 +135,6 @@ def our_logits(artifacts: Path, ids: list[int], isa: str, out: Path) -> tuple[np
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.thorough
 def test_error_is_that_of_bf16(case: tuple[Path, Path, int], tmp_path: Path) -> None:
     """Against the fp32 model our error is at most 1.5x that of transformers' own bf16 run, in every instruction set."""
     checkpoint, artifacts, vocab = case

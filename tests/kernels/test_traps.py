@@ -98,7 +98,6 @@ MISTAKES: dict[str, Callable[[Config], Config]] = {
 }
 
 
-@pytest.mark.thorough
 def test_mistakes_in_gemma(tmp_path: Path) -> None:
     """What is described is right within the usual bound; each mistake is not."""
     write(tmp_path / "gemma", "gemma3_text", GEMMA, 3)

@@ -77,7 +77,7 @@ GBPS = 1e9
 
 @functools.cache
 def estimated(grouping: str) -> Estimate:
-    """Of a Llama. Tests share it."""
+    """Return the estimate of a Llama with this grouping, which all tests share."""
     return Estimate(LLAMA, grouping, [128], MACHINE)
 
 

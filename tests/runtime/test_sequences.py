@@ -481,38 +481,38 @@ def test_learning_how_long_steps_take_costs_little(machine: str, text: str) -> N
     assert sum(lost) <= 10 * (0.7 + 0.015 * 200) + 8
 
 
-def test_a_number_of_rows_that_was_slow_once_is_tried_again() -> None:
-    pace = Pace()
-    for _ in range(50):
-        pace.note(1, 1, 1.0)
-    pace.note(4, 4, 40.0)
-    drafts, ids, longest = Drafts(pace), [1, 2, 3] * 4, 0
-    for _ in range(400):
+def drafted(pace: Pace, seconds: float, steps: int) -> list[int]:
+    """Return the lengths of the drafts of a text that repeats, which come true, where each row more takes so long."""
+    drafts, ids, lengths = Drafts(pace), [1, 2, 3] * 4, list[int]()
+    for _ in range(steps):
         (found,) = drafts.draft([Wanted("text", ids, LONGEST)], LONGEST)
-        seconds = 1 + 0.1 * len(found)
-        pace.note(1 + len(found), 1 + len(found), seconds)
+        lengths.append(len(found))
+        pace.note(1 + len(found), 1 + len(found), 1 + seconds * len(found))
         if found:
             drafts.note("text", len(found), len(found))
         ids += [(len(ids) + at) % 3 + 1 for at in range(1 + len(found))]
-        longest = max(longest, len(found))
-    assert longest == LONGEST
+    return lengths
+
+
+def pace_of_tokens() -> Pace:
+    """Return the pace of 50 steps of a row each, which took a second each."""
+    pace = Pace()
+    for _ in range(50):
+        pace.note(1, 1, 1.0)
+    return pace
+
+
+def test_a_number_of_rows_that_was_slow_once_is_tried_again() -> None:
+    pace = pace_of_tokens()
+    pace.note(4, 4, 40.0)
+    assert max(drafted(pace, 0.1, 400)) == LONGEST
 
 
 def test_steps_with_drafts_take_three_times_as_long_at_most() -> None:
     """More rows would bring more tokens a second here, but these would come all at once."""
-    pace = Pace()
-    for _ in range(50):
-        pace.note(1, 1, 1.0)
-    drafts, ids, times = Drafts(pace), [1, 2, 3] * 4, list[float]()
-    for _ in range(600):
-        (found,) = drafts.draft([Wanted("text", ids, LONGEST)], LONGEST)
-        times.append(1 + 0.35 * len(found))
-        pace.note(1 + len(found), 1 + len(found), times[-1])
-        if found:
-            drafts.note("text", len(found), len(found))
-        ids += [(len(ids) + at) % 3 + 1 for at in range(1 + len(found))]
-    assert 2 < statistics.median(times[100:]) <= 3
-    assert sum(seconds > 3 for seconds in times[100:]) <= 5, "a hundredth, when it is tried how long they take"
+    times = [1 + 0.35 * length for length in drafted(pace_of_tokens(), 0.35, 600)][100:]
+    assert 2 < statistics.median(times) <= 3
+    assert sum(seconds > 3 for seconds in times) <= 5, "a hundredth, when it is tried how long they take"
 
 
 class Agreeing(HashedSteps):

@@ -26,7 +26,7 @@ from tests.fuzz.parsers import ARTIFACTS, PARSERS, Parser
 from tests.fuzz.parsers import Run as FuzzRun
 
 COUNT = {"artifacts": 8, "manifest": 10, "plan": 10, "template": 10, "schedules": 4}
-"""Inputs; 30 of the others, which take less time."""
+"""How many inputs a parser gets. The others, which take less time, get 30."""
 
 
 def fuzz_manifests(name: str, directories: list[Path], monkeypatch: pytest.MonkeyPatch, count: int) -> run.Result:

@@ -49,7 +49,7 @@ def leave(args, edit):
     config = to / "full_elf_config.json"
     config.write_text(config.read_text().replace("TMPDIR", str(to.absolute())))
 """
-"""What aircc and aiecc leave for the audit; `edit`: a change of it. It is kept, as making it takes a second."""
+"""A function that leaves what aircc and aiecc do for the audit, changed by `edit`, and keeps it: it takes a second."""
 
 
 def install(root: Path, clang: str, aircc: str, aiecc: str) -> dict[str, str]:

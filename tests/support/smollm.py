@@ -33,14 +33,8 @@ def write_in_bf16(path: Path) -> None:
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     for tensor in reader.tensors:
         values = quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if values.ndim > 1:
-            writer.add_tensor(
-                tensor.name,
-                quants.quantize(values, GGMLQuantizationType.BF16),
-                raw_dtype=GGMLQuantizationType.BF16,
-            )
-        else:
-            writer.add_tensor(tensor.name, values)
+        form = GGMLQuantizationType.BF16 if values.ndim > 1 else GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, quants.quantize(values, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
