@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from stages.model.decoder import ADDED, ADDENDS
 from stages.model.families.place import Location, whole
 from stages.weights.blobs import Tensor, write_safetensors
 
-RECIPE = 2
+RECIPE = 3
 """Changes whenever equal shapes give other weights."""
 
 _OUTLIERS = 1000
@@ -58,8 +59,12 @@ def write_random_weights(config: Config, path: Path) -> None:
     shapes, offset = families.tensors(config), np.float32(config.decoder.norm.offset)
     seeds = {weight.name: seed for seed, weight in enumerate(families.weights(config))}
 
-    def weights(weight: families.Weight) -> np.ndarray:
-        seed, shape = seeds[weight.name], shapes[weight.name]
+    def weights(weight: families.Weight, expert: int | None) -> np.ndarray:
+        shape: tuple[int, ...] = shapes[weight.name]
+        seed: int | tuple[int, int] = seeds[weight.name]
+        if expert is not None:
+            # The matrix of one expert: those of all would be made again for each of them.
+            seed, shape = (seed, expert), shape[1:]
         if weight.slot in ADDENDS:
             return (_BIAS * np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
         if len(shape) == 1:
@@ -70,7 +75,7 @@ def write_random_weights(config: Config, path: Path) -> None:
         return rows.reshape(shape)
 
     def tensor(pieces: Sequence[tuple[families.Weight, Location]]) -> np.ndarray:
-        return whole([(at, weights(weight)) for weight, at in pieces])
+        return whole([(replace(at, expert=None), weights(weight, at.expert)) for weight, at in pieces])
 
     with ThreadPoolExecutor() as pool:
         values = _computed_ahead(pool, tensor, list(families.locations(config).values()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from stages.model import random_weights
 from stages.model.families import parse_config
 from stages.model.importers.directory import Tensors
 from stages.model.random_weights import write_random_weights
@@ -16,6 +18,14 @@ from stages.weights.formats.w8a8 import quantise_rows
 from tests.conftest import CONFIG
 
 WIDTH = 2048
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 NORMS = [f"model.layers.{layer}.{which}_layernorm.weight" for layer in (0, 1) for which in ("input", "post_attention")]
 
 
@@ -67,6 +77,19 @@ def _lost(x: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
     found = (x @ int8.dequantise(int8.quantise(weight), WIDTH).T, (a * of_a) @ (b * of_b).T)
     groups, rows = (float(np.linalg.norm(each - exact) / np.linalg.norm(exact)) for each in found)
     return groups, rows
+
+
+def test_each_expert_has_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made once each: those of all, made for each expert's tensor, would take as many times as long."""
+    made: list[tuple[int, ...]] = []
+    matrix = random_weights._matrix
+    monkeypatch.setattr(random_weights, "_matrix", lambda *given: made.append(given[1]) or matrix(*given))
+    config = parse_config(CONFIG | EXPERTS, "test")
+    write_random_weights(config, tmp_path / "model.safetensors")
+    held = Tensors(tmp_path)
+    experts = [held.read(f"model.layers.0.mlp.experts.{expert}.up_proj.weight").tobytes() for expert in range(5)]
+    assert len({*experts}) == 5
+    assert sum(map(prod, made)) == sum(prod(entry.shape) for entry in held.entries.values() if len(entry.shape) == 2)
 
 
 def test_the_same_shapes_are_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
