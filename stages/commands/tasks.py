@@ -17,14 +17,14 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2.errors import UserError, closest
 from stages.commands.words import GENERATE, WITH_NAMES, command_line, commands_of
-from stages.engine.doit_tasks import COMPLETE, FIRST, NAMES, command_task, doit_task
+from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, FIRST, NAMES, command_task, doit_task
 from stages.graph import Build
 from stages.graph.options import COMMANDS, parse_options
 from stages.kernels import HOST_SET
 
 Task = dict[str, Any]
 
-_STEPLESS = {"doctor", "du", "fit", "gc", "models", "trust", "completion"}
+_STEPLESS = {"doctor", "du", "fit", "gc", "models", "trust", "completion", "worker"}
 """Commands that run no steps, and are asked before a checkpoint is here. Which steps there are depends on what a
 quantised one holds; for these it may be any."""
 _UNBUILT = _STEPLESS | {"provenance", "pull", "graph", "why"}
@@ -61,6 +61,8 @@ try:
     _probes: Any = _probes_of(_wired) if _wired.target.kernel_set != HOST_SET else None
     _steps = _wired.steps | (_probes.steps if _probes else {})
     _places = [_build.artifacts, _build.report("")]
+    if _build.options.on:
+        DOIT_CONFIG["num_process"] = import_module("stages.sharing.fleet").IN_FLIGHT
     if _verb == "run" and not WITH_NAMES & {*_words[:1]}:
         _check_known(_words)
 except UserError as error:

@@ -22,7 +22,7 @@ from stages.engine.extras import missing_package
 from stages.engine.leftovers import note, remove_leftovers
 from stages.engine.objects import stop_compilers
 from stages.engine.progress import is_terminal, show_on
-from stages.engine.room import no_room
+from stages.engine.room import at_a_time, no_room
 from stages.engine.steps import Step
 from stages.engine.streams import answering, parted
 
@@ -190,20 +190,11 @@ class StepRunner(MThreadRunner):
 cmd_run.MThreadRunner = StepRunner  # doit has no other place for it
 
 
-def _at_a_time() -> int:
-    """Return how many steps run at the same time.
-
-    It is one for each CPU, and for each 4 GiB of memory, which a compiler of the NPU's programs may take.
-    """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(len(os.sched_getaffinity(0)), memory >> 32))
-
-
 DOIT_CONFIG = {
     "default_tasks": ["generate"],
     "reporter": OneLineReporter,
     "verbosity": int(os.environ.get("LLAMA_NPU2_VERBOSITY", "0")),
-    "num_process": _at_a_time(),
+    "num_process": at_a_time(),
     "par_type": "thread",
     # What is current is recorded in receipts beside the artifacts; doit keeps no state of its own.
     "backend": "sqlite3",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-EXTRAS = {"elftools": "npu", "xdsl": "npu", "perfetto": "report"}
+EXTRAS = {"distributed": "fleet", "elftools": "npu", "xdsl": "npu", "perfetto": "report"}
 """Top-level module -> extra."""
 
 

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from llama_npu2.artifact.regular import read_regular
 from llama_npu2.schema import load_json
 from stages.engine.lock import ProcessLock
-from stages.engine.places import CACHE, CALIBRATED, GENERATED, INCOMING, MANIFEST, lock_file
+from stages.engine.places import CACHE, CALIBRATED, GENERATED, INCOMING, MANIFEST, SCRATCH, lock_file
 from stages.engine.project import RECEIPTS, WORK, load_receipt
 from stages.engine.tree import Tree
 
@@ -164,7 +164,7 @@ def _cached(artifacts: Path) -> Iterator[Unneeded]:
 
 def _abandoned(artifacts: Path) -> Iterator[Unneeded]:
     for name in Tree(artifacts).names():
-        if name.startswith(".fit-") or (name.startswith("..d") and ".json." in name):
+        if name.startswith((".fit-", SCRATCH)) or (name.startswith("..d") and ".json." in name):
             yield _item("abandoned work", [artifacts / name])
 
 

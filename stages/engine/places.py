@@ -34,6 +34,10 @@ GENERATED = "generated-from"
 """A file in checkpoints that can be made again."""
 CACHE = Path(".cache/objects")
 """Objects of all models, below `artifacts/`."""
+STORE = Path(".store")
+"""What `on=local` leaves for later builds, below `artifacts/`."""
+SCRATCH = ".worker-"
+"""The beginning of the names of directories below `artifacts/` in which workers run steps."""
 OBJECTS = Path("build/objects")
 """Objects, at `<kernel set>/<stem>/<object>`."""
 MANIFEST = Path("manifest.json")

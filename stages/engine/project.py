@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
@@ -60,14 +60,23 @@ class Shared(Protocol):
     """A cache with outputs of steps (`stages.engine.steps.Step`) that any machine made before."""
 
     def fetch(self, step: Any, work: Path) -> list[Path] | None:
-        """Write the outputs of `step` below the empty directory `work`.
+        """Write the outputs of `step` below the empty directory `work`, and say so.
 
         Returns:
             The inputs that its action would have discovered; None, with `work` empty, if the cache has no outputs.
+
+        Raises:
+            UserError: if the step was run elsewhere and failed.
         """
 
     def offer(self, step: Any) -> None:
         """Add the outputs that `step` just made here."""
+
+    def tool(self, find: Callable[[], str | None]) -> Callable[[], str | None]:
+        """Return a function that returns a tool's fingerprint: what `find` returns, or that of those who run steps."""
+
+    def close(self) -> None:
+        """Stop what still runs elsewhere for this build."""
 
 
 @dataclass
@@ -79,6 +88,8 @@ class Project:
     lock: ProcessLock
     """Held from the first look at a step until the build is done, so that one process at a time builds a directory."""
     shared: Shared | None = None
+    at_once: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    """Entered while the action of a step runs here, if fewer may run than steps are begun at the same time."""
     accepted: Path | None = None
     """A file that the directory has once the model was accepted. A new directory without it is of no use."""
     needed: Callable[[], int] | None = None

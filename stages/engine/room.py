@@ -1,4 +1,4 @@
-"""The error for a full disk: where that is, how much is free, how much is still to come, what to do."""
+"""What a machine has room for: the error for a full disk, and how many steps run at the same time."""
 
 from __future__ import annotations
 
@@ -70,3 +70,17 @@ def _free(path: Path) -> int:
 
 def _mounted(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if os.path.ismount(folder))
+
+
+MEMORY_OF_LINK = 4 << 30
+"""Bytes that a compiler of the NPU's programs may take."""
+
+
+def at_a_time() -> int:
+    """Return how many steps run at the same time: one for each CPU, and for each `MEMORY_OF_LINK` of memory."""
+    return max(1, min(len(os.sched_getaffinity(0)), memory() // MEMORY_OF_LINK))
+
+
+def memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

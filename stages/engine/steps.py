@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -61,6 +60,12 @@ class Step:
     name stands for today. None: they are not known, so the outputs are not shared."""
     private: bool = False
     """Whether the outputs hold content of the checkpoint, and so may go only where the checkpoint may go."""
+    portable: bool = False
+    """Whether any machine with its inputs, and with the checkpoint if it is private, can run it (`on=`)."""
+    discovers: Callable[[], Iterable[Path]] = tuple
+    """Returns the files of the artifact directory that the action will discover, once the inputs are there."""
+    memory: int = 0
+    """Bytes that the action may take, if that is much."""
 
     @property
     def receipt_path(self) -> Path:
@@ -197,7 +202,7 @@ class Step:
         produced = tree.make_empty(work)
         try:
             fetched = shared.fetch(self, produced) if shared else None
-            for path in (self.action(produced) or ()) if fetched is None else fetched:
+            for path in self._act(produced) if fetched is None else fetched:
                 before.setdefault(path, self._digest(path))
             receipt = {
                 "key": key,
@@ -211,11 +216,14 @@ class Step:
                 tree.remove(work)
             free_memory()
         if fetched is not None:
-            print(f"{self.name}: fetched\n", end="", file=sys.stderr, flush=True)  # one write: threads share the stream
             return
         self.project.durations.note(self.name, time.monotonic() - started)
         if shared:
             shared.offer(self)
+
+    def _act(self, work: Path) -> Iterable[Path]:
+        with self.project.at_once:
+            return self.action(work) or ()
 
     def clean(self) -> None:
         """Remove the outputs and the receipt."""

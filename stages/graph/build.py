@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 
 from llama_npu2 import trust
+from llama_npu2.errors import UserError
 from stages.engine import definitions
 from stages.engine.files import write_atomic
-from stages.engine.places import MANIFEST, PROVENANCE
+from stages.engine.places import CONFIG, MANIFEST, PROVENANCE, STORE
+from stages.engine.project import Shared
+from stages.engine.room import at_a_time
 from stages.engine.steps import Step
-from stages.graph.choices import Choices
+from stages.graph.choices import DEFAULT_TEXT, Choices
 from stages.graph.wiring import Library, Wiring
+
+LOCAL = "local"
+"""The address in `on=` of a cluster on this machine, which is started for a build and ends with it."""
 
 
 class Build(Choices):
@@ -21,6 +28,48 @@ class Build(Choices):
     def steps(self) -> dict[str, Step]:
         """Every step by name."""
         return {step.name: step for step in Wiring(self).steps()}
+
+    def _shared(self) -> Shared | None:
+        options = self.options
+        if not options.on:
+            return super()._shared()
+        if not (cache := options.cache or (str(self.artifacts / STORE) if options.on == LOCAL else "")):
+            raise UserError(
+                f"on={options.on}: also give cache=REMOTE, through which files get to workers and back, as "
+                "cache=s3://BUCKET/PATH or a directory that all machines have"
+            )
+        # Most builds have none.
+        from stages.graph import worker
+        from stages.sharing.cache import Cache
+        from stages.sharing.fleet import Fleet
+
+        shared = Cache(cache, self.is_shareable)
+        local = partial(worker.local_settings, cache, self.artifacts)
+        return Fleet(shared, options.on, local, at_a_time(), worker.act, self._ordered, (self.directory / CONFIG,))
+
+    def _ordered(self, step: Step) -> Mapping[str, str] | None:
+        """Return the variables that tell a worker of which build a step is; None if it must run here.
+
+        `model` is among them only where the step reads the checkpoint, which then anybody can have who may.
+        """
+        options = self.options
+        text = options.calibrate in ("", DEFAULT_TEXT)
+        if not step.portable or (step.private and not (text and self.source.anywhere and self.is_shareable(step))):
+            return None
+        policy = self.policy
+        chosen = {
+            "target": self.target.name,
+            "weights": policy.text,
+            "kv": policy.kv,
+            "activations": policy.activations,
+        }
+        if self.target.static:
+            chosen |= {"npu.matmul": policy.matmul, "npu.buckets": options.buckets}
+        chosen |= {"context": str(options.context)} if options.context else {}
+        if not step.private:
+            return chosen
+        names = ("model", "revision", "ignore", "calibrate")
+        return chosen | {name: value for name in names if (value := getattr(options, name))}
 
     def need_tools(self) -> None:
         """Raise UserError where a step never ran, and the tool that it runs is not on this machine."""
@@ -42,6 +91,8 @@ class Build(Choices):
         self._vouch()
         self.project.digests.save()
         self.project.lock.release()
+        if self.project.shared:
+            self.project.shared.close()
 
     def _vouch(self) -> None:
         """Mark the directory as this user's, and write how it was built, unless others built any of it."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any
 
 from llama_npu2.errors import UserError
@@ -12,7 +14,8 @@ from stages.engine.digests import Digests
 from stages.engine.files import read_json
 from stages.engine.lock import ProcessLock
 from stages.engine.places import CONFIG, PLAN, lock_file
-from stages.engine.project import Project
+from stages.engine.project import Project, Shared
+from stages.engine.room import at_a_time
 from stages.engine.steps import Step
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
@@ -33,7 +36,6 @@ from stages.weights.formats import formats
 
 if TYPE_CHECKING:
     from stages.graph.options import Options
-    from stages.sharing.cache import Cache
 
 DEFAULT_TEXT = "default"
 """The name in `calibrate=` of the text that ships."""
@@ -170,14 +172,29 @@ class Choices:
     @cached_property
     def project(self) -> Project:
         lock = ProcessLock(lock_file(self.artifacts, self.source.name, self.name))
-        shared = self._cache() if self.options.cache else None
         digests = Digests(self.artifacts / ".digests.json")
-        return Project(self.directory, digests, lock, shared, accepted=Path("tokenizer"))
+        project = Project(self.directory, digests, lock, self._shared(), accepted=Path("tokenizer"))
+        if self.options.on:
+            project.at_once = BoundedSemaphore(at_a_time())
+        return project
 
-    def _cache(self) -> Cache:
+    @property
+    def shares(self) -> bool:
+        """Whether the build takes what others made, and leaves there what it makes."""
+        return bool(self.options.cache or self.options.on)
+
+    def _shared(self) -> Shared | None:
+        """Return where the build takes what others made, if it shares anything."""
+        if not self.shares:
+            return None
         from stages.sharing.cache import Cache  # most builds have none
 
         return Cache(self.options.cache, self.is_shareable)
+
+    def tool(self, find: Callable[[], str | None]) -> Callable[[], str | None]:
+        """Return a function that returns a tool's fingerprint: that of `find`, or with `on=` that of workers."""
+        shared = self.project.shared
+        return shared.tool(find) if shared else find
 
     def is_shareable(self, step: Step) -> bool:
         """Return whether others may have the outputs of a step."""

@@ -88,6 +88,7 @@ class Options(Sampling, Running, Answering, Listening, Signers):
     grouping: str = _option("grouping")
     matmul: str = _option("matmul", choices=MATMULS)
     cache: str = _option("cache")
+    on: str = _option("on")
     include: str = _option("include", choices=(INCLUDE,))
     prompt: str | None = _option("prompt")
     text: str = _option("text")

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_npu2.artifact.cpu_features import cpu_features
-from stages.engine.objects import source_file
+from stages.engine.objects import linked, source_file
 from stages.engine.places import CACHE, CALIBRATION, CHECKPOINT, CONFIG, MODULES, OBJECTS, PACKING, PLAN, ROOT, WEIGHTS
 from stages.engine.project import load_receipt
+from stages.engine.room import MEMORY_OF_LINK
 from stages.engine.steps import Step
 from stages.graph.manifest import write_manifest
 from stages.model.grouping import CONTEXT_BUCKET, Program, programs
@@ -91,7 +92,7 @@ class Wiring:
         With `cache=`, builds share what they make, so these are portable. Sets that the libraries have already stay, so
         that no directory stops running on another machine.
         """
-        if self.build.portable or self.build.options.cache:
+        if self.build.portable or self.build.shares:
             return all_sets()
         receipt = load_receipt(self.build.project.receipt_path(f"module:{HOST}"))
         params = receipt["key"].get("params") if receipt else {"sets": []}
@@ -144,6 +145,8 @@ class Wiring:
         if arguments:
             action, more = partial(action, **arguments), {"params": arguments, **more}
         outputs = tuple(self.directory / output for output in outputs)
+        if tool := more.get("tool"):
+            more["tool"] = self.build.tool(tool)
         more["after"] = tuple(self.PREFIX + other for other in more.get("after", ()))
         return Step(self.build.project, self.PREFIX + name, doc, action, outputs, tuple(inputs), **more)
 
@@ -182,7 +185,9 @@ class Wiring:
         text_and_tokenizer = [self.directory / "tokenizer", text]
         source, layers, threads = self.build.source, self.build.layers, self.options.threads
         before = [self.directory / calibration.source_file(layer) for layer in range(layers + 1)]
-        step = partial(self._step, private=True, machine_key=lambda: {"features": cpu_features(), **_arithmetic()})
+        step = partial(
+            self._step, private=True, portable=True, machine_key=lambda: {"features": cpu_features(), **arithmetic()}
+        )
         yield step(
             "calibration:text",
             "Embed the text that weights are rounded for.",
@@ -222,7 +227,7 @@ class Wiring:
             [WEIGHTS],
             [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PACKING, *calibrated],
             private=True,
-            machine_key=_arithmetic,
+            machine_key=arithmetic,
         )
 
     def _steps_of_target(self, target: Target, libraries: Sequence[Library]) -> Iterator[Step]:
@@ -247,6 +252,7 @@ class Wiring:
             inputs,
             arguments=arguments,
             tool=room.fingerprint,
+            portable=True,
         )
 
     @cached_property
@@ -281,6 +287,7 @@ class Wiring:
             arguments=target.modules.expected(source),
             tool=room.fingerprint,
             machine_key=target.built_on,
+            portable=True,
             after=self.BEFORE_TOOLS if target.foreign_tools else self.BEFORE_COMPILERS,
         )
 
@@ -295,6 +302,9 @@ class Wiring:
             module.outputs[:2],
             tool=room.fingerprint,
             machine_key=library.target.built_on,
+            portable=True,
+            discovers=lambda: linked(module.outputs[0]).values(),
+            memory=MEMORY_OF_LINK if library.target.foreign_tools else 0,
             after=tuple(f"object:{source}" for source in library.sources),
         )
 
@@ -334,6 +344,6 @@ class Wiring:
         return partial(write_manifest, self.directory), parts, more
 
 
-def _arithmetic() -> dict[str, str]:
+def arithmetic() -> dict[str, str]:
     """Return the versions of packages that values of weights depend on."""
     return {package: version(package) for package in ("ml_dtypes", "numpy")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -89,7 +90,8 @@ class Cache:
     url: str
     is_shareable: Callable[[Step], bool]
     """Returns whether others may have the outputs of a step."""
-    _off: bool = field(default=False, init=False)
+    is_off: bool = field(default=False, init=False)
+    """Whether it failed, and so is not used any more."""
     _asked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +99,13 @@ class Cache:
 
     def fetch(self, step: Step, work: Path) -> list[Path] | None:
         """Fetch the outputs of a step, see `engine.project.Shared`."""
+        discovered = self.look_up(step, work)
+        if discovered is not None:
+            print(f"{step.name}: fetched\n", end="", file=sys.stderr, flush=True)  # one write: threads share the stream
+        return discovered
+
+    def look_up(self, step: Step, work: Path) -> list[Path] | None:
+        """Fetch the outputs of a step without saying so."""
         discovered: list[Path] | None = self._try(lambda: self._fetch(step, work))
         return discovered
 
@@ -104,19 +113,27 @@ class Cache:
         """Add the outputs of a step, see `engine.project.Shared`."""
         self._try(lambda: self._offer(step))
 
+    def tool(self, find: Callable[[], str | None]) -> Callable[[], str | None]:
+        """Return `find`, as nobody runs steps for this build."""
+        return find
+
+    def close(self) -> None:
+        """Do nothing, as nothing runs elsewhere."""
+
     def _try(self, action: Callable[[], Any]) -> Any:
-        if self._off:
+        if self.is_off:
             return None
         try:
             return action()
         except Damaged as error:
             warn(f"not used: {error}")
         except UserError as error:
-            self._off = True
+            self.is_off = True
             warn(f"cache= is not used from here on: {error}")
         return None
 
-    def _store(self, project: Project) -> Store:
+    def store(self, project: Project) -> Store:
+        """Return the remote's content, for a build of this project."""
         # Connections do not outlive a fork, so each process of a parallel build has its own.
         return Store(self._remote, project.digests)
 
@@ -128,7 +145,7 @@ class Cache:
         where = address(step)
         if where is None:
             return None
-        store = self._store(step.project)
+        store = self.store(step.project)
         entries = store.entries(step_entry(where))
         runs = [record for entry in entries for record in runs_of(entry.content, where)]
         record = next((record for record in runs if fits_here(step, record)), None)
@@ -152,12 +169,16 @@ class Cache:
                     warn(f"not used: {error}")
 
     def _offer(self, step: Step) -> None:
-        if not self._remote.writable or not self.is_shareable(step):
-            return
-        record, store = record_of(step), self._store(step.project)
-        if record and record.address:
-            store.send({blob: step.project.directory / label for label, blob in record.outputs.items()})
-            store.write(step_entries(store, [record]))
+        if self._remote.writable and self.is_shareable(step):
+            offer_run(self.store(step.project), step)
+
+
+def offer_run(store: Store, step: Step) -> None:
+    """Add the outputs of a step, which is current, to a store. Raises UserError."""
+    record = record_of(step)
+    if record and record.address:
+        store.send({blob: step.project.directory / label for label, blob in record.outputs.items()})
+        store.write(step_entries(store, [record]))
 
 
 def step_entry(where: str) -> str:

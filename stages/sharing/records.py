@@ -56,7 +56,8 @@ class Record:
     @property
     def address(self) -> str | None:
         """The address of the step that was run, see `address`."""
-        return _address(self.step, self.key, self.declared)
+        known = _circumstances(self.step, self.key, self.declared)
+        return address_of(known) if known else None
 
     @classmethod
     def of_json(cls, value: Any) -> Record:
@@ -114,17 +115,27 @@ def address(step: Step) -> str | None:
 
     None if that is not known: a tool is missing here, or the checkpoint.
     """
+    known = circumstances(step)
+    return address_of(known) if known else None
+
+
+def circumstances(step: Step) -> dict[str, Any] | None:
+    """Return, as JSON, all that a step's address is the digest of; None as for `address`."""
     if step.params is None:
         return None
     key, project = _key(step, None), step.project
-    return _address(step.name, key, {_label(project, p): project.digests.sha256(p) or "" for p in step.inputs})
+    return _circumstances(step.name, key, {_label(project, p): project.digests.sha256(p) or "" for p in step.inputs})
 
 
-def _address(step: str, key: Mapping[str, Any], declared: Mapping[str, str]) -> str | None:
+def _circumstances(step: str, key: Mapping[str, Any], declared: Mapping[str, str]) -> dict[str, Any] | None:
     if key["tool"] is None or key["elsewhere"] is None or "" in declared.values():
         return None
-    described = {"format": FORMAT, "step": step, "key": key, "declared": declared}
-    return hashlib.sha256(canonical(described)).hexdigest()
+    return {"format": FORMAT, "step": step, "key": key, "declared": declared}
+
+
+def address_of(known: Mapping[str, Any]) -> str:
+    """Return the address of a step in these circumstances."""
+    return hashlib.sha256(canonical(known)).hexdigest()
 
 
 def record_of(step: Step) -> Record | None:

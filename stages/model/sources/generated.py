@@ -33,6 +33,12 @@ class RandomSource(Source):
     def is_public(self) -> bool:
         return True
 
+    @property
+    def anywhere(self) -> bool:
+        from stages.model.presets import PRESETS  # few builds need them
+
+        return PRESETS.get(self.name.removeprefix("random-")) == self.raw_config
+
     def identity(self) -> Mapping[str, Any]:
         return {"kind": "random", "config": dict(self.raw_config), "recipe": RECIPE}
 

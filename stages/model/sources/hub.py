@@ -34,6 +34,10 @@ class HubSource(Source):
     def pinned(self) -> bool:
         return re.fullmatch(r"[0-9a-f]{40}", self.revision) is not None
 
+    @property
+    def anywhere(self) -> bool:
+        return self.pinned
+
     def is_public(self) -> bool:
         from huggingface_hub import HfApi
 

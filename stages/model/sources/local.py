@@ -26,6 +26,10 @@ class LocalSource(Source):
     def is_public(self) -> bool:
         return self.directory == DEMO
 
+    @property
+    def anywhere(self) -> bool:
+        return self.directory == DEMO
+
     def identity(self) -> Mapping[str, Any]:
         return {"kind": "directory"}
 

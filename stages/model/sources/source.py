@@ -30,6 +30,11 @@ class Source(Protocol):
         """Whether identity and files determine the content. That of a hub's branch may change."""
         return True
 
+    @property
+    def anywhere(self) -> bool:
+        """Whether any machine gets the very same checkpoint by the same `model=` and `revision=`, if it may."""
+        return False
+
     def identity(self) -> Mapping[str, Any]:
         """Return what the user asked for, as JSON. It is part of the build key."""
 
