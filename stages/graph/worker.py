@@ -21,9 +21,11 @@ from typing import Any
 
 from llama_npu2.artifact.cpu_features import cpu_features
 from llama_npu2.errors import UserError, shortened
+from stages.engine.code import Code
 from stages.engine.digests import Digests
+from stages.engine.durations import Durations
 from stages.engine.lock import ProcessLock
-from stages.engine.places import CHECKPOINT, CONFIG, LOGS, SCRATCH
+from stages.engine.places import CHECKPOINT, CONFIG, KERNELS, LOGS, SCRATCH
 from stages.engine.project import Project
 from stages.engine.room import at_a_time, memory
 from stages.engine.steps import Step
@@ -61,13 +63,37 @@ def offered(scratch: Path) -> Has:
         known |= target.built_on()
         for room in (target.modules, target.objects, target.programs):
             known[kind_of(room.fingerprint)] = room.fingerprint() or ""
-    known |= sources(_project(scratch))
+    known |= sources(_project(scratch / "none", _Digests(scratch / "digests")))
     return {**dict.fromkeys(versions(known), ENOUGH), MEMORY: memory() // at_a_time()}
 
 
-def _project(directory: Path, digests: Digests | None = None) -> Project:
-    digests = digests or Digests(directory.parent / ".digests.json")
-    return Project(directory, digests, ProcessLock(directory.parent / f"{directory.name}.lock"))
+class _Digests(Digests):
+    """Digests of a worker, which ends with its files."""
+
+    def save(self) -> None:
+        """Keep nothing for later."""
+
+
+class _Durations(Durations):
+    """Durations of a worker's steps, which are in its answers."""
+
+    def note(self, step: str, seconds: float) -> None:
+        """Write nothing down."""
+
+
+def _project(directory: Path, digests: Digests) -> Project:
+    project = Project(directory, digests, ProcessLock(directory.parent / f"{directory.name}.lock"))
+    project.durations = _Durations(digests.path.parent, directory)
+    return project
+
+
+def _signature(path: str) -> tuple[int, ...]:
+    """Return what changes with a file."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - for hundreds of files before and after each step
+    except OSError:
+        return ()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def steps_of(order: Order, project: Project) -> Mapping[str, Step]:
@@ -103,9 +129,10 @@ class Workshop:
 
     def __init__(self, store: str, scratch: Path, steps: Steps = steps_of) -> None:
         self._scratch, self._steps = scratch / str(os.getpid()), steps
-        self._digests = Digests(scratch / f"{os.getpid()}.digests")
+        self._digests = _Digests(scratch / f"{os.getpid()}.digests")
         self._store = Store(open_remote(store), self._digests)
-        self._sources = self._now()
+        files = [*Code(self._digests).files("stages.graph"), *KERNELS.rglob("*")]
+        self._sources = {str(path): _signature(str(path)) for path in files}
         self._graphs: dict[str, Graph] = {}
         self._numbers = itertools.count()
 
@@ -186,12 +213,9 @@ class Workshop:
     def _absent(self, blobs: Sequence[Blob] | Any) -> set[str]:
         return self._store.remote.missing({blob.name: blob.size for blob in blobs})
 
-    def _now(self) -> Mapping[str, str]:
-        return sources(_project(self._scratch, self._digests))
-
     def _check_sources(self) -> None:
         """Raise UserError if the checkout is not the one that this process has loaded."""
-        if self._now() != self._sources:
+        if {path: _signature(path) for path in self._sources} != self._sources:
             raise UserError("the worker's checkout has changed since it started: start the worker again")
 
 
