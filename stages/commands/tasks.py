@@ -24,7 +24,7 @@ from stages.kernels import HOST_SET
 
 Task = dict[str, Any]
 
-_STEPLESS = {"doctor", "du", "fit", "gc", "models", "trust", "completion", "worker"}
+_STEPLESS = {"doctor", "du", "fit", "gc", "models", "trust", "completion", "worker", "fleet"}
 """Commands that run no steps, and are asked before a checkpoint is here. Which steps there are depends on what a
 quantised one holds; for these it may be any."""
 _UNBUILT = _STEPLESS | {"provenance", "pull", "graph", "why"}

@@ -13,8 +13,8 @@ from stages.graph.options import COMMANDS
 
 GENERATE = "generate"
 """The task of `doit run`, as `run` itself is doit's own word."""
-WITH_NAMES = {"why"}
-"""Commands that take names of steps."""
+WITH_NAMES = {"why", "fleet"}
+"""Commands that take names: of steps, or of a file."""
 
 _VERBS = {verb.get_name() for verb in DoitMain.DOIT_CMDS}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,11 @@ from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
 from stages.graph import Build
 from stages.graph.options import parse_options
+from stages.sharing.cache import offer_run
 from stages.sharing.fleet import Answer, Order, lacking
-from tests.conftest import Become, doit, write_checkpoint
+from stages.sharing.remotes import open_remote
+from stages.sharing.store import Store
+from tests.conftest import ROOT, Become, doit, write_checkpoint
 from tests.support import fleets
 from tests.support.fleets import Client, Grid, scheduler, until
 
@@ -240,6 +245,33 @@ def test_which_steps_may_go_to_workers(tmp_path: Path) -> None:
     (options,) = {str(public._ordered(step)) for name, step in public.steps.items() if name.startswith("calibration")}
     assert "'model': 'demo'" in options and "'calibrate': 'default'" in options
     assert not any(public._ordered(public.steps[name]) for name in ("checkpoint", "tokenizer", "weights", "manifest"))
+
+
+@pytest.mark.thorough
+def test_doit_worker_runs_steps_of_doit_compile(cluster: Grid, demo: Path, tmp_path: Path) -> None:
+    """All but the link of the CPU's library is in the store."""
+    made = Build(parse_options({"artifacts": str(demo.parents[1]), "target": "cpu"}))
+    store = Store(open_remote(str(tmp_path / "store")), made.project.digests)
+    for name in sorted(made.steps.keys() - {"checkpoint", "module:host", "elf:host", "manifest"}):
+        offer_run(store, made.steps[name])
+    cluster.stop()
+    given = [f"on={cluster.address}", f"cache={tmp_path / 'store'}"]
+    command = [sys.executable, "-m", "doit", "worker", *given, f"artifacts={tmp_path / 'worker'}"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as worker:
+        assert worker.stderr
+        assert " steps at a time; what they make is signed by ssh-ed25519 " in worker.stderr.readline()
+        client = Client(tmp_path / "client", tmp_path / "store", cluster.address)
+        until(lambda: client.fleet._connected().workers())
+        client.fleet.close()
+        run = doit("compile", *given, "target=cpu", f"artifacts={tmp_path / 'artifacts'}")
+        assert run.returncode == 0, run.stderr
+        there = {line.rpartition(": run on ")[0] for line in run.stderr.splitlines() if ": run on " in line}
+        assert there == {"module:host", "elf:host"}, run.stderr
+        worker.terminate()
+        worker.stderr.read()
+    assert not list((tmp_path / "worker").glob(".worker-*")), "nothing is left"
+    for name in ("elf/host.so", "manifest.json", "build/modules/host.json"):
+        assert (tmp_path / "artifacts/demo/cpu" / name).read_bytes() == (demo / name).read_bytes()
 
 
 def test_a_cluster_needs_a_store(tmp_path: Path) -> None:
