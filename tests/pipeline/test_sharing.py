@@ -5,22 +5,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 from doit.exceptions import TaskFailed
+from safetensors.numpy import load_file, save_file
 
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
 from stages.engine.digests import Digests
 from stages.engine.doit_tasks import command_task
+from stages.engine.places import CACHE
 from stages.engine.tree import Tree
+from stages.graph import Build
+from stages.graph.options import parse_options
+from stages.model.sources.local import DEMO
 from stages.sharing import remotes
+from stages.sharing.cache import offer_run
 from stages.sharing.records import Blob, check_labels
 from stages.sharing.remotes import Remote, RemoteError, open_remote
 from stages.sharing.store import Damaged, Store
@@ -350,3 +358,29 @@ def test_a_file_that_changes_while_it_is_sent_is_not_left_there(
 def test_a_url_that_names_no_remote(given: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         open_remote(given)
+
+
+def test_a_fine_tune_finds_its_programs_in_a_store(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other weights, other ends of texts: what holds these is made here, and modules. Nothing is compiled."""
+    made = Build(parse_options({"artifacts": str(demo.parents[1]), "target": "cpu"}))
+    store = Store(open_remote(str(tmp_path / "store")), made.project.digests)
+    for step in made.steps.values():
+        if not step.private:
+            offer_run(store, step)
+    tuned = tmp_path / "tuned"
+    shutil.copytree(DEMO, tuned)
+    config = json.loads((tuned / "config.json").read_text())
+    (tuned / "config.json").write_text(json.dumps(config | {"eos_token_id": 5, "bos_token_id": 6}))
+    tensors = load_file(tuned / "model.safetensors")
+    save_file({name: tensor[::-1].copy() for name, tensor in tensors.items()}, tuned / "model.safetensors")
+    given = {"model": str(tuned), "artifacts": str(tmp_path / "artifacts"), "cache": str(tmp_path / "store")}
+    build = Build(parse_options(given | {"target": "cpu"}))
+    for step in build.steps.values():
+        assert step.run() is None
+    fetched = {line.removesuffix(": fetched") for line in capsys.readouterr().err.splitlines()}
+    made_here = {name.partition(":")[0] for name in build.steps.keys() - fetched}
+    assert made_here == {"checkpoint", "tokenizer", "plan", "weights", "module", "manifest"}
+    assert (build.directory / "elf/host.so").read_bytes() == (demo / "elf/host.so").read_bytes()
+    assert not (build.artifacts / CACHE).exists(), "no compiler left anything"
