@@ -83,11 +83,13 @@ class Cluster:
         from distributed import Client, LocalCluster
 
         # What happens to workers is said in words of this project.
-        logging.getLogger("distributed").setLevel(logging.CRITICAL)
+        for name in filter(lambda name: name.startswith("distributed"), list(logging.root.manager.loggerDict)):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._local: Any = None
         self._scratch = ""
         self._lock = threading.Lock()
         self._looked, self._workers = 0.0, dict[str, Has]()
+        self._lost = ""
         try:
             if ":" not in address:
                 settings = local()
@@ -116,13 +118,16 @@ class Cluster:
     def workers(self) -> Mapping[str, Has]:
         """Return what the workers have, by their names. Raises Lost."""
         with self._lock:
-            if time.monotonic() - self._looked > _PATIENCE / 2:
+            if not self._lost and time.monotonic() - self._looked > _PATIENCE / 2:
                 try:
-                    found = self._client.scheduler_info(timeout=_CONNECTING)["workers"]
-                except Exception as error:  # whatever a connection that broke raises
-                    raise Lost(first_line(error) or type(error).__name__) from None
-                self._workers = {str(each["name"]): each["resources"] for each in found.values()}
-                self._looked = time.monotonic()
+                    scheduler: Any = self._client.scheduler
+                    about = self._client.sync(scheduler.identity, n_workers=-1, callback_timeout=_CONNECTING)
+                    self._workers = {str(each["name"]): each["resources"] for each in about["workers"].values()}
+                    self._looked = time.monotonic()
+                except Exception as error:  # whatever a connection that broke raises, or that there is no answer
+                    self._lost = f"the scheduler does not answer ({first_line(error)})"
+            if self._lost:
+                raise Lost(self._lost)
             return self._workers
 
     def run(self, key: str, action: Callable[[str], str], text: str, needs: Has) -> str:

@@ -18,6 +18,7 @@ from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
 from stages.graph import Build
 from stages.graph.options import parse_options
+from stages.sharing import cluster as cluster_module
 from stages.sharing.cache import offer_run
 from stages.sharing.fleet import Answer, Order, lacking
 from stages.sharing.remotes import open_remote
@@ -173,10 +174,22 @@ def test_private_steps_stay(grid: Grid, tmp_path: Path) -> None:
     assert client.build() == [] and client.here == {"0", "last"}
 
 
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        (signal.SIGKILL, "the scheduler is gone"),
+        pytest.param(signal.SIGSTOP, "the scheduler does not answer", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_scheduler_that_goes_away_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    how: signal.Signals,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(fleets.TOOL, "version 1")
+    monkeypatch.setattr(cluster_module, "_CONNECTING", 3.0)
     with scheduler(tmp_path) as (address, process):
         client = Client(tmp_path / "a", tmp_path / "store", address)
         until(lambda: client.fleet._connected() is not None)
@@ -188,12 +201,12 @@ def test_a_scheduler_that_goes_away_is_one_line(
         building.start()
         until(lambda: client.ran)
         client.options["seconds"] = "0"
-        process.kill()
-        building.join(20)
+        process.send_signal(how)
+        building.join(30)
         assert not building.is_alive() and client.here == ALL
         grid.stop()
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "is not used from here on: the scheduler is gone" in lines[0]
+    assert len(lines) == 1 and f"is not used from here on: {line}" in lines[0]
     nobody = Client(tmp_path / "b", tmp_path / "store", address)
     assert nobody.build() == [] and not nobody.ran, "it is in the store"
 
