@@ -12,6 +12,8 @@ from llama_npu2.errors import UserError
 from stages.commands import fleet
 from stages.graph import Build
 from stages.graph.options import parse_options
+from stages.reports import fleet_page
+from tests.support import browser
 
 CATALOGUE = """
 [[build]]
@@ -79,6 +81,15 @@ def test_an_entry_that_fails_stops_no_other(
     page = (tmp_path / "out/catalogue.html").read_text()
     assert "1 of 2 entries are not done" in page and "demo/cpu" in page and "model=nowhere" in page
     assert "1 of 2 entries are done" in capsys.readouterr().out
+
+
+def test_the_page_can_be_read(look_at: browser.Look, tmp_path: Path) -> None:
+    nothing = {"artifact": "model=nowhere", **dict.fromkeys(fleet._FIELDS), "why": "there is no such model"}
+    figures = {"bytes": 2_000_000_000, "seconds": 3000.0, "verified": True, "divergence": 0.0123, "perplexity": 12.5}
+    times = {"measured": {"ttft": 0.05, "tpot": 0.01}, "pushed": "s3://bucket/path", "signer": "you", "manifest": "0"}
+    rows = [nothing | figures | times | {"artifact": "demo/npu2", "why": ""}, nothing]
+    fleet_page.page("catalogue.toml", rows).write(tmp_path / "fleet.html")
+    assert look_at(tmp_path / "fleet.html") == []
 
 
 def test_doit_fleet_takes_one_file(tmp_path: Path) -> None:
