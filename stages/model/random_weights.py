@@ -64,7 +64,7 @@ def write_random_weights(config: Config, path: Path) -> None:
         seed: int | tuple[int, int] = seeds[weight.name]
         if expert is not None:
             # The matrix of one expert: those of all would be made again for each of them.
-            seed, shape = (seed, expert), shape[1:]
+            seed, shape = (seeds[weight.name], expert), shape[1:]
         if weight.slot in ADDENDS:
             return (_BIAS * np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
         if len(shape) == 1:

@@ -276,7 +276,7 @@ class Fleet:
         if answer.outcome == FAILED:
             for name, log in answer.logs.items():
                 step.project.tree.write(LOGS / Path(name).name, log.encode(errors="replace"))
-            raise UserError(f"{answer.why} (on {worker})")
+            raise UserError(f"{printable(answer.why)} (on {worker})")
         if answer.outcome == REFUSED:
             self._say_once(f"not run on {worker}: {printable(answer.why)}: such steps run here")
             return None
