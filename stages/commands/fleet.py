@@ -63,7 +63,7 @@ def run(build: Build, *names: str) -> TaskFailed | None:
     fleet_page.page(catalogue.name, rows).write(page)
     missing = [f"{row['artifact']}: {row['why']}" for row in rows if row["why"]]
     print(json.dumps(rows) if options.json else f"{len(rows) - len(missing)} of {len(rows)} entries are done: {page}")
-    return TaskFailed(f"{len(missing)} entries are not done: {'; '.join(missing)}") if missing else None
+    return TaskFailed(f"{len(missing)} of {len(rows)} entries are not done: {'; '.join(missing)}") if missing else None
 
 
 def read_catalogue(path: Path, shared: Mapping[str, str]) -> list[dict[str, str]]:

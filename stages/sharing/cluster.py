@@ -196,6 +196,8 @@ async def dask_setup(worker: Any) -> None:
     """Prepare a worker before it is known to its scheduler (Dask calls this, because the module is a preload)."""
     from distributed import WorkerPlugin
 
+    # Ctrl-C reaches it, too; who started it stops it. What it starts does not inherit a handler, as it would SIG_IGN.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     for resources in (worker.state.total_resources, worker.state.available_resources):
         resources |= Settings.here().has
 

@@ -231,8 +231,9 @@ class Fleet:
 
     @cached_property
     def _cluster(self) -> Cluster:
-        atexit.register(self.close)
-        return Cluster(self.address, self.local, self.workers)
+        cluster = Cluster(self.address, self.local, self.workers)
+        atexit.register(self.close)  # before Dask, which registered earlier, ends what steps wait for
+        return cluster
 
     def _connected(self) -> Cluster:
         with self._lock:
