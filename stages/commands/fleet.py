@@ -52,15 +52,15 @@ def run(build: Build, *names: str) -> TaskFailed | None:
     """Bring a catalogue up to date, and write its page. Raises UserError."""
     if len(names) != 1:
         raise UserError("doit fleet takes one catalogue, as in doit fleet catalogue.toml")
-    options, catalogue = build.options, Path(names[0])
-    entries = read_catalogue(catalogue, {name: value for name in _FOR_EACH if (value := getattr(options, name))})
+    options, path = build.options, Path(names[0])
+    entries = read_catalogue(path, {name: value for name in _FOR_EACH if (value := getattr(options, name))})
     directory = Path(options.output) if options.output else Path(options.artifacts).parent / "reports/fleet"
-    record = directory / f"{catalogue.stem}.json"
-    fleet = Fleet(entries, _known(record), options.remote, options.measure)
-    rows = fleet.brought_up_to_date(AT_ONCE if options.on and options.on != LOCAL else 1)
+    record = directory / f"{path.stem}.json"
+    catalogue = Catalogue(entries, _known(record), options.remote, options.measure)
+    rows = catalogue.brought_up_to_date(AT_ONCE if options.on and options.on != LOCAL else 1)
     write_atomic(record, (json.dumps(rows, indent=1) + "\n").encode())
-    page = directory / f"{catalogue.stem}.html"
-    fleet_page.page(catalogue.name, rows).write(page)
+    page = directory / f"{path.stem}.html"
+    fleet_page.page(path.name, rows).write(page)
     missing = [f"{row['artifact']}: {row['why']}" for row in rows if row["why"]]
     print(json.dumps(rows) if options.json else f"{len(rows) - len(missing)} of {len(rows)} entries are done: {page}")
     return TaskFailed(f"{len(missing)} of {len(rows)} entries are not done: {'; '.join(missing)}") if missing else None
@@ -100,8 +100,8 @@ def _known(path: Path) -> dict[str, Any]:
         return {}
 
 
-class Fleet:
-    """The entries of a catalogue."""
+class Catalogue:
+    """The entries of a catalogue, and what the last run wrote about each."""
 
     def __init__(
         self, entries: Sequence[Mapping[str, str]], known: Mapping[str, Any], remote: str, measure: bool

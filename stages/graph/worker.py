@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ class Workshop:
         runs = runs_of(self._store.own(step_entry(where)) or {}, where)
         return any(fits_here(step, run) and not self._absent(run.outputs.values()) for run in runs)
 
-    def _absent(self, blobs: Sequence[Blob] | Any) -> set[str]:
+    def _absent(self, blobs: Iterable[Blob]) -> set[str]:
         return self._store.remote.missing({blob.name: blob.size for blob in blobs})
 
     def _check_sources(self) -> None:

@@ -186,10 +186,7 @@ class Fleet:
             return None
         try:
             answer = self._asked(step, Order(known, options, self._inputs(step)))
-        except Lost as error:
-            self._stop_using(str(error))
-            return None
-        except UserError as error:  # of the store
+        except (Lost, UserError) as error:  # of the cluster, or of the store
             self._stop_using(str(error))
             return None
         return self._taken(step, answer, work) if answer else None
