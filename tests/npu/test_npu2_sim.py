@@ -24,6 +24,7 @@ from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.toolchain import native_fingerprint
 from tests.conftest import ROOT, build, complaints, doit, ran, unfinished, write_checkpoint
 from tests.support.browser import Look
+from tests.support.npu_shapes import FEW
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
 BUCKETS = "64,128"
@@ -49,7 +50,7 @@ def greedy(llm: Llama, ids: list[int], count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("prompt", "start"), EXPECTED["raw"][::12], ids=lambda text: text[:24])
 def test_simulated_npu_completes(fused: Path, prompt: str, start: str) -> None:
     llm = load(fused)
@@ -57,7 +58,8 @@ def test_simulated_npu_completes(fused: Path, prompt: str, start: str) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("grouping", ["fused", pytest.param("separate", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("grouping", ["fused", "separate"])
 def test_groupings_and_cpu_choose_the_same_tokens(grouping: str, demo: Path, request: pytest.FixtureRequest) -> None:
     chosen = []
     for directory in (request.getfixturevalue(grouping), demo):
@@ -67,17 +69,18 @@ def test_groupings_and_cpu_choose_the_same_tokens(grouping: str, demo: Path, req
     assert chosen[0] == chosen[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_weights_in_groups_choose_the_cpus_tokens(artifacts: Path, weights: str) -> None:
     """Prompts with what the host unpacks, in chunks as at once, tokens with what the array unpacks."""
     chosen = []
-    for target, buckets in (("npu2-sim", {"buckets": "64"}), ("cpu", {})):
-        llm = load(build("demo", artifacts, target=target, weights=weights, **buckets))
+    for target, programs in (("npu2-sim", FEW), ("cpu", {})):
+        llm = load(build("demo", artifacts, target=target, weights=weights, **programs))
         chosen.append(greedy(llm, llm.encode("The capital of Italy is", raw=True), 12))
-        if buckets:
+        if programs:
             cuts = [(0, 64)], [(0, 41), (41, 43), (43, 64)], [(0, 30), (20, 64)]
-            phases = "prefill@64", "prefill@64@2048"
+            phases = "prefill@64", "prefill@64@256"
             made = [[chunk(phases[first > 0], first, end) for first, end in cut] for cut in cuts]
             results = [in_chunks(llm, list(range(5, 69)), chunks) for chunks in made]
             assert results[0] == results[1] == results[2]
@@ -85,11 +88,12 @@ def test_weights_in_groups_choose_the_cpus_tokens(artifacts: Path, weights: str)
     assert chosen[0] == chosen[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_a_second_copy_gives_the_same_bits(artifacts: Path, weights: str) -> None:
     """Whatever has been computed in between; and a trace sees it."""
-    directory = build("demo", artifacts, target="npu2-sim", weights=weights, buckets="64")
+    directory = build("demo", artifacts, target="npu2-sim", weights=weights, **FEW)
     found = []
     for second_copy in (False, True):
         with closing(load(directory, second_copy=second_copy)) as llm:

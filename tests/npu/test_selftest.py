@@ -392,7 +392,7 @@ BREAKS: dict[str, tuple[dict[str, Any], Inject | None, str, str, str]] = {
 }
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_fault_is_named(short: Setup, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     switches, inject, rung, cause, detail = BREAKS[name]
@@ -442,6 +442,7 @@ def test_run_lists_can_be_done_without(short: Setup, monkeypatch: pytest.MonkeyP
     assert ladder.NO_LISTS not in os.environ, "what the runtime was told ends with the climb"
 
 
+@pytest.mark.thorough
 def test_heap_is_counted(short: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     original, counts = ladder._Ladder.heap, []
@@ -498,6 +499,7 @@ def test_watchdog_bites_too_early(risky: Setup, monkeypatch: pytest.MonkeyPatch)
     assert broken.detail.startswith("5 runs")
 
 
+@pytest.mark.thorough
 def test_device_does_not_come_back(risky: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     world = install()
     wait = pyxrt_standin.runlist.wait

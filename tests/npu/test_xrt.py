@@ -62,9 +62,10 @@ from stages.proof.comparison import transformers_model
 from stages.reports.estimated import host_traffic
 from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
-from tests.conftest import ROOT, build, change_manifest
+from tests.conftest import ROOT, build, change_manifest, of_command_line
 from tests.support import pyxrt_standin
 from tests.support.faults import ON_ARRAY
+from tests.support.npu_shapes import FEW
 from tests.support.pyxrt_standin import IN_FLIGHT, NEWEST, Facts, declared, install, release
 from tests.support.sim_support import objects
 
@@ -759,7 +760,7 @@ def test_a_fault_of_the_array_is_named(npu2: Path, artifacts: Path, monkeypatch:
 def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_path: Path) -> None:
     """The host unpacks what a program multiplies with before it runs: a submission each. A token is one, in which
     nothing crosses but its embedding and the logits."""
-    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
+    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", **FEW)
     expected = _tokens(simulated, prompt=LONGER)[0]
     install()
     tokens, manifest, (prefill, *others) = _tokens(as_npu2(simulated, tmp_path / "npu2"), prompt=LONGER)
@@ -774,7 +775,7 @@ def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_p
 @pytest.mark.thorough
 def test_a_second_copy_is_made_once(artifacts: Path, tmp_path: Path) -> None:
     """A prompt is one submission then, in which nothing of weights crosses."""
-    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
+    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", **FEW)
     expected = _tokens(simulated, prompt=LONGER)[0]
     install()
     tokens, manifest, (first, *_) = _tokens(as_npu2(simulated, tmp_path / "npu2"), prompt=LONGER, second_copy=True)
@@ -798,8 +799,8 @@ def test_a_second_copy_is_made_once(artifacts: Path, tmp_path: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("second_copy", [False, True])
 def test_what_is_locked_is_what_the_estimate_says(artifacts: Path, tmp_path: Path, second_copy: bool) -> None:
-    given = {"model": "demo", "weights": "int4", "npu.buckets": "64", "artifacts": str(artifacts)}
-    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
+    given = {"model": "demo", "weights": "int4", "artifacts": str(artifacts), **of_command_line(FEW)}
+    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", **FEW)
     install()
     described = Build(parse_options({**given, "target": "npu2-sim"}))
     config, grouping = read_config(ROOT / "models/demo/config.json"), described.target.grouping("fused")
@@ -813,7 +814,7 @@ def test_what_is_locked_is_what_the_estimate_says(artifacts: Path, tmp_path: Pat
 
 def test_the_host_unpacks_for_a_program_while_the_array_runs_the_one_before(artifacts: Path, tmp_path: Path) -> None:
     """Were the buffer that of the program which runs, it would wait; the bits are the same."""
-    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
+    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", **FEW)
     install()
 
     def one_buffer(manifest: dict[str, Any]) -> None:

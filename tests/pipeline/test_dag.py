@@ -238,6 +238,7 @@ def test_flip_that_keeps_size_and_mtime_is_repaired(built: Path) -> None:
     assert path.read_bytes() == whole
 
 
+@pytest.mark.thorough
 def test_new_compiler_version_recompiles(built: Path, tmp_path: Path) -> None:
     real = shutil.which("c++") or pytest.skip("no system compiler")
     wrapper = tmp_path / "c++"

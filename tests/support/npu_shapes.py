@@ -86,3 +86,7 @@ def layout(program: Program, slot: str) -> str:
         if name == slot
     }
     return found
+
+
+FEW: dict[str, object] = {"buckets": "64", "context": 256}
+"""Choices with which the demo has few programs: each takes seconds to build for the simulator."""
