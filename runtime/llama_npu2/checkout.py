@@ -1,4 +1,4 @@
-"""The classes of doit's words `help`, `list` and `run`, to which the entry points of the package refer.
+"""The classes of doit's words, of those that this project changes, to which the entry points of the package refer.
 
 In a checkout of llama-npu2 they are those of its `stages.commands.verbs`; everywhere else doit's own.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Help", "List", "Run"):
+    if name not in ("Clean", "Help", "Info", "List", "Run"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     root = Path.cwd()
     if not all((root / part).is_file() for part in ("dodo.py", "stages/commands/verbs.py")):

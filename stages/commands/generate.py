@@ -15,5 +15,6 @@ def run(build: Build) -> TaskFailed | None:
     if options.prompt is None and not options.prompt_file:
         return TaskFailed('no prompt: doit run prompt="some text"; doit help lists all commands')
     if options.prompt_file and not Path(options.prompt_file).is_file():
-        return TaskFailed(f"prompt_file={options.prompt_file}: there is no such file")
+        problem = "this is no file" if Path(options.prompt_file).exists() else "there is no such file"
+        return TaskFailed(f"prompt_file={options.prompt_file}: {problem}: give a text file")
     return run_runtime(runtime_arguments("run", build, options, options.prompt))

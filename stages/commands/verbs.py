@@ -1,4 +1,4 @@
-"""doit's own words `help`, `run` and `list`, with the commands and the variables of this project.
+"""doit's own words `help`, `run`, `list`, `info` and `clean`, with the commands and the variables of this project.
 
 doit finds them through `llama_npu2.checkout`, an entry point of the installed package; without it, its own words do.
 """
@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doit import cmd_help, cmd_list, cmd_run
+from doit import cmd_clean, cmd_help, cmd_info, cmd_list, cmd_run
+from doit.cmd_base import Command
 from doit.cmdparse import CmdParseError
 from doit.exceptions import InvalidCommand, InvalidDodoFile, InvalidTask
 
@@ -75,25 +76,39 @@ class Help(cmd_help.Help):
         return 0
 
 
-class Run(cmd_run.Run):
-    """`doit run`, and every command without a word of doit's: --help, and errors in one line."""
-
-    name = "run"
+class _Word(Command):
+    """A word of doit's that knows --help, and whose errors are one line each."""
 
     def parse_execute(self, in_args: list[str]) -> int:
         words = [arg for arg in in_args if arg not in ("--help", "-h")]
         if words != in_args:
             end_with_readers()
-            print("\n\n".join(map(command_help, commands_of(*command_line(["run", *words])))))
+            print(self.shown_help(words))
             return 0
         try:
-            status = int(super().parse_execute(in_args))
-            return ending.at_once(status) if _is_program() else status
+            return int(super().parse_execute(in_args))
         except (CmdParseError, InvalidCommand, InvalidDodoFile, InvalidTask) as error:
             # doit's parser shows its options as Python objects.
-            problem = str(error).partition(" (parsing options")[0].removeprefix("error: ")
-            print(f"error: {problem}{': doit help run' * isinstance(error, CmdParseError)}", file=sys.stderr)
+            problem = str(error).partition(" (parsing options")[0].removeprefix("error: ").replace("\n", " ")
+            print(f"error: {problem}{f': doit help {self.name}' * isinstance(error, CmdParseError)}", file=sys.stderr)
             return 3
+
+    def shown_help(self, words: Sequence[str]) -> str:
+        """Return what `--help` beside these words shows."""
+        return str(self.help())
+
+
+class Run(_Word, cmd_run.Run):
+    """`doit run`, and every command without a word of doit's."""
+
+    name = "run"
+
+    def parse_execute(self, in_args: list[str]) -> int:
+        status = super().parse_execute(in_args)
+        return ending.at_once(status) if _is_program() else status
+
+    def shown_help(self, words: Sequence[str]) -> str:
+        return "\n\n".join(map(command_help, commands_of(*command_line(["run", *words]))))
 
 
 def _is_program() -> bool:
@@ -101,7 +116,19 @@ def _is_program() -> bool:
     return "doit" in Path(sys.argv[0]).parts[-2:]
 
 
-class List(cmd_list.List):
+class Clean(_Word, cmd_clean.Clean):
+    """`doit clean`: remove what was built."""
+
+    name = "clean"
+
+
+class Info(_Word, cmd_info.Info):
+    """`doit info STEP`: a step in detail."""
+
+    name = "info"
+
+
+class List(_Word, cmd_list.List):
     """`doit list`: the commands by what they are for, then the steps."""
 
     name = "list"

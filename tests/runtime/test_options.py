@@ -115,11 +115,11 @@ def test_help_of_a_command_has_all_its_variables(command: str) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("line", ["help run", "run --help", "--help", "help", "chat -h", "list", "help gc fit"])
+@pytest.mark.parametrize("line", ["help run", "clean --help", "--help", "help", "chat -h", "list", "help gc fit"])
 def test_help_on_the_command_line(line: str, installed: dict[str, str]) -> None:
     run = doit(*line.split(), env=installed)
     assert run.returncode == 0 and "CmdOption" not in run.stdout + run.stderr and "Traceback" not in run.stderr
-    assert any(word in run.stdout for word in ("doit run", "doit chat:", "doit gc:"))
+    assert any(word in run.stdout for word in ("doit run", "doit chat:", "doit gc:", "clean [TASK"))
     assert max(map(len, run.stdout.splitlines())) <= 125
 
 
@@ -132,8 +132,8 @@ def test_list_shows_commands_before_steps(installed: dict[str, str]) -> None:
 
 
 def test_errors_of_doit_are_one_line(installed: dict[str, str]) -> None:
-    for line in (["run", "--nonsense"], ["nonsense"], ["keep=1"], ["list", "keep=1"]):
-        run = doit(*line, env=installed)
+    for line in ("run --nonsense", "nonsense", "keep=1", "list keep=1", "clean --nonsense", "info"):
+        run = doit(*line.split(), env=installed)
         assert run.returncode == 3 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
 
 
