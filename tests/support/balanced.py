@@ -1,4 +1,4 @@
-"""Which worker of xdist runs which tests: those of a file together, and files that take long first.
+"""How many workers of xdist there are, and what each runs: the tests of a file together, files that take long first.
 
 What takes long is known from the last run; before the first, from `_USUAL`. The tests of the host's kernels are divided
 by instruction set, too.
@@ -6,6 +6,7 @@ by instruction set, too.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -73,6 +74,12 @@ class _Balanced(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return unit(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one more worker than CPUs: a quarter of the time a test waits for a process, a server or a clock."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
