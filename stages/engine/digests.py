@@ -18,6 +18,7 @@ from llama_npu2.artifact.regular import read_regular
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 from stages.engine.files import content_digest, content_sha256, write_atomic
+from stages.engine.saving import Saving
 
 # A file changed again within this time of being read could keep its stat signature.
 _STAT_GRANULARITY_NS = 50_000_000
@@ -36,6 +37,7 @@ class Digests:
         self.path = path
         self._entries = self._load()
         self._dirty = False
+        self._saving = Saving(self._save)
 
     def _load(self) -> dict[str, list]:
         try:
@@ -95,17 +97,20 @@ class Digests:
             self._dirty = True
         return value
 
-    def save(self) -> None:
-        """Merge the entries into the file.
+    def save(self, soon: bool = False) -> None:
+        """Merge the entries into the file, now or `soon`, as after each of many steps (`Saving`).
 
         An entry that is lost, to a concurrent writer or a full disk, only costs another hash.
         """
+        (self._saving.soon if soon else self._saving.now)()
+
+    def _save(self) -> None:
         if self._dirty and self.path.parent.is_dir():
+            self._dirty = False  # before the entries are read, to which other threads add
             with contextlib.suppress(OSError, UserError):
                 entries = self._load() | self._entries
                 content = {"known": entries, "mac": trust.own_mac(_canonical(entries), _PURPOSE)}
                 write_atomic(self.path, json.dumps(content).encode())
-            self._dirty = False
 
 
 def _canonical(entries: Mapping[str, list]) -> bytes:

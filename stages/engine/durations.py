@@ -14,6 +14,7 @@ from llama_npu2.schema import load_json
 from stages.engine.files import write_atomic
 from stages.engine.lock import ProcessLock
 from stages.engine.places import lock_file
+from stages.engine.saving import Saving
 
 
 class Durations:
@@ -23,6 +24,8 @@ class Durations:
         self._path = artifacts / ".durations.json"
         self._directory = directory.relative_to(artifacts).as_posix()
         self._lock = lock_file(artifacts, "durations")
+        self._noted: dict[str, float] = {}
+        self._saving = Saving(self._save)
 
     @cached_property
     def last(self) -> Mapping[str, float]:
@@ -35,11 +38,20 @@ class Durations:
         return {step: seconds for step, seconds in pairs if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9}
 
     def note(self, step: str, seconds: float) -> None:
-        """Write down the duration of a step, unless the file cannot be written."""
-        with contextlib.suppress(OSError, UserError):
-            with ProcessLock(self._lock):  # a new one, because steps run in threads and forks
-                entries = self._all() | {self._directory: self._seconds() | {step: round(seconds, 3)}}
-                write_atomic(self._path, json.dumps(entries, indent=1, sort_keys=True).encode())
+        """Write down the duration of a step soon (`Saving`), unless the file cannot be written."""
+        self._noted[step] = round(seconds, 3)
+        self._saving.soon()
+
+    def save(self) -> None:
+        """Write down now what was noted."""
+        self._saving.now()
+
+    def _save(self) -> None:
+        if self._noted and self._path.parent.is_dir():
+            with contextlib.suppress(OSError, UserError):
+                with ProcessLock(self._lock):  # a new one, because steps run in threads and forks
+                    entries = self._all() | {self._directory: self._seconds() | self._noted}
+                    write_atomic(self._path, json.dumps(entries, indent=1, sort_keys=True).encode())
 
     def _all(self) -> dict[str, object]:
         try:

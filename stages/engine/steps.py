@@ -183,7 +183,7 @@ class Step:
             where = f" {error.filename}:" if error.filename else ""
             return TaskFailed(f"cannot build {self.name}:{where} {error.strerror or error}: nothing was changed")
         finally:
-            self.project.digests.save()
+            self.project.digests.save(soon=True)
         return None
 
     def _build(self) -> None:

@@ -90,6 +90,7 @@ class Build(Choices):
         definitions.settle(self.project, {step.module for step in self.steps.values()})
         self._vouch()
         self.project.digests.save()
+        self.project.durations.save()
         self.project.lock.release()
         if self.project.shared:
             self.project.shared.close()

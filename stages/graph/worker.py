@@ -70,7 +70,7 @@ def offered(scratch: Path) -> Has:
 class _Digests(Digests):
     """Digests of a worker, which ends with its files."""
 
-    def save(self) -> None:
+    def save(self, soon: bool = False) -> None:
         """Keep nothing for later."""
 
 
