@@ -16,16 +16,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_npu2.cli.peak import PRINT_PEAK
 from llama_npu2.cli.table import Table, amount
 from llama_npu2.errors import UserError
 from llama_npu2.machine import available_memory
-from stages.engine.places import ROOT, python_environment
-from stages.graph import Build
-from stages.graph.needs import RUN_IMPORTS, Needs, process_memory
+from stages.engine.files import write_json
+from stages.engine.places import CONFIG, ROOT
+from stages.engine.steps import Step
+from stages.graph import Build, trial
+from stages.graph.needs import Needs, process_memory
 from stages.graph.options import parse_options
 from stages.model.policy import Policy, matrix_formats, parse_policy
-from stages.model.sources import config_of
+from stages.model.sources import config_fields, config_of
+from stages.sharing.census import Count, count
+from stages.sharing.remotes import open_remote
+from stages.sharing.store import Store
 
 CONTEXT = 2048
 """Positions of a short run."""
@@ -67,7 +71,8 @@ def run(build: Build) -> None:
     if build.options.measure:
         print_check(build, rows)
     else:
-        print_needs(rows, Machine.here(build.artifacts), build.options.json)
+        programs = [programs_there(build, needs.policy) for needs in rows] if build.options.cache else []
+        print_needs(rows, Machine.here(build.artifacts), build.options.json, programs)
         if build.options.calibrate and not build.options.json:
             more = max(needs.calibration for needs in rows)
             print(f"calibrate= leaves up to {amount(more)} besides (doit gc calibration=1); its memory is not counted")
@@ -97,26 +102,54 @@ def room(build: Build) -> int:
     return needs.disk - needs.download
 
 
-def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:
+def programs_there(build: Build, policy: Policy) -> Count:
+    """Count the programs of a build in a policy that `cache=` has. Raises UserError.
+
+    Their sources are derived in a temporary directory, as they decide which programs they are.
+    """
+    with tempfile.TemporaryDirectory() as root:
+        given = {**build.variables(policy, checkpoint=True), "cache": build.options.cache, "artifacts": root}
+        other = Build(parse_options(given))
+        write_json(other.directory / CONFIG, config_fields(build.source)[0])
+        of: dict[str, list[Step]] = {}
+        for name, step in other.steps.items():
+            of.setdefault(name.partition(":")[0], []).append(step)
+        for number, step in enumerate(of["module"]):
+            work = Path(root, str(number))
+            work.mkdir()
+            step.action(work)
+            shutil.copytree(work, other.directory, dirs_exist_ok=True)
+        return count(Store(open_remote(build.options.cache), other.project.digests), of["elf"], of["object"])
+
+
+def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool, programs: Sequence[Count] = ()) -> None:
     described = [_described(needs, machine) for needs in rows]
+    for row, counted in zip(described, programs, strict=False):
+        row["programs"] = vars(counted)
     if as_json:
         print(json.dumps({"machine": vars(machine), "formats": described}))
         return
     contexts = sorted(described[0]["resident"])
     titles = ["download", "disk", "build", *(f"run, {context}" for context in contexts), "locked"]
-    table = Table([("weights", 12), *((f">{title}", 9) for title in titles), ("fits", 0)])
+    table = Table([("weights", 12), *((f">{title}", 9) for title in titles), *_THERE[: len(programs)], ("fits", 0)])
     print(table.header())
     for row in described:
         amounts = [row["download"], row["disk"], row["build"], *row["resident"].values(), row["pinned"]]
         fits = "yes" if not row["lacks"] else f"no: {', '.join(row['lacks'])}"
-        print(table.row(row["weights"], *map(amount, amounts), fits))
+        there = [f"{row['programs']['there']} of {row['programs']['all']}"] if programs else []
+        print(table.row(row["weights"], *map(amount, amounts), *there, fits))
     locked = "unlimited" if machine.locked is None else amount(machine.locked)
     print(
         "\ndisk: weights and programs; int4 needs the programs of int6, too, as its vocabulary is in int6\n"
         "build: memory of a build; run: memory of a run with a context of so many tokens\n"
         "locked: of that, memory that the NPU pins"
     )
+    if programs:
+        print("programs: those that cache= has already, of all")
     print(f"here: {amount(machine.disk)} of disk free, {amount(machine.memory)} of memory, locked memory {locked}")
+
+
+_THERE = ((">programs", 9),)
 
 
 def _described(needs: Needs, machine: Machine) -> dict:
@@ -156,18 +189,6 @@ def compared(needs: Needs, took: Took) -> Iterator[tuple[str, int, int]]:
 _LOOK = 0.01
 """Seconds between two looks at a build's processes."""
 
-_RUN = f"""{RUN_IMPORTS}
-import sys
-import numpy as np
-from llama_npu2 import load
-llm, context = load(sys.argv[1]), int(sys.argv[2])
-llm.encode("x", raw=True)
-llm.prefill(np.random.default_rng(0).integers(llm.manifest.model["vocab"], size=context - 1))
-llm.decode(0)
-{PRINT_PEAK}
-"""
-"""Tokens from all over the vocabulary: of an embedding that is not the head, a run holds what its tokens are in."""
-
 
 @dataclass(frozen=True)
 class Took:
@@ -184,26 +205,11 @@ def measure(build: Build, needs: Needs, context: int) -> Took:
     context = min(context, needs.config.max_seq)
     build.artifacts.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build.artifacts, prefix=".fit-") as root:
-        options = build.options
-        given = {
-            "model": options.model,
-            "revision": options.revision,
-            "target": build.target.name,
-            "weights": needs.policy.text,
-            "kv": options.kv,
-            "activations": needs.policy.activations,
-            "npu.buckets": options.buckets,
-            "context": str(options.context),
-            "artifacts": root,
-        }
+        given = {**build.variables(needs.policy, checkpoint=True), "artifacts": root}
         command = [sys.executable, "-m", "doit", "compile", *(f"{name}={value}" for name, value in given.items())]
         memory = peak_memory(command)
         disk = sum(path.stat().st_size for path in Path(root).rglob("*") if path.is_file())
-        run = [sys.executable, "-c", _RUN, str(Build(parse_options(given)).directory), str(context)]
-        done = subprocess.run(run, env=python_environment(), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UserError(f"the run failed: {done.stderr.strip().splitlines()[-1]}")
-        return Took(disk, memory, int(done.stdout) << 10, context)
+        return Took(disk, memory, trial.resident(Build(parse_options(given)).directory, context), context)
 
 
 def peak_memory(command: list[str]) -> int:

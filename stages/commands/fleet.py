@@ -6,13 +6,16 @@ table stands for every combination of them. What is done already is not done aga
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,15 +24,16 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2 import trust
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.errors import UserError, printable
+from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 from stages.engine.code import Code
 from stages.engine.digests import Digests
 from stages.engine.files import content_sha256, write_atomic
-from stages.engine.places import MANIFEST, ROOT, python_environment
+from stages.engine.places import MANIFEST, ROOT, STORE
 from stages.graph import Build
 from stages.graph.build import LOCAL
 from stages.graph.options import parse_options
+from stages.graph.trial import complaint, times
 from stages.reports import fleet_page
 from stages.sharing.provenance import verified
 
@@ -37,15 +41,6 @@ AT_ONCE = 4
 """Entries that are built at the same time where others do the work."""
 _FOR_EACH = ("on", "cache", "include", "artifacts")
 """Variables of this command that each entry's commands get."""
-_MEASURE = """
-import json, sys
-from llama_npu2 import load
-with load(sys.argv[1]) as llm:
-    for _ in range(2):
-        reply = "".join(llm.generate("The capital of France is", raw=True, max_tokens=32))
-    print(json.dumps({"ttft": llm.stats.ttft, "tpot": llm.stats.tpot}))
-"""
-"""Seconds to the first token and for each further one, of the second reply, for which all is loaded."""
 
 
 def run(build: Build, *names: str) -> TaskFailed | None:
@@ -56,8 +51,8 @@ def run(build: Build, *names: str) -> TaskFailed | None:
     entries = read_catalogue(path, {name: value for name in _FOR_EACH if (value := getattr(options, name))})
     directory = Path(options.output) if options.output else Path(options.artifacts).parent / "reports/fleet"
     record = directory / f"{path.stem}.json"
-    catalogue = Catalogue(entries, _known(record), options.remote, options.measure)
-    rows = catalogue.brought_up_to_date(AT_ONCE if options.on and options.on != LOCAL else 1)
+    with Catalogue(entries, _known(record), options.remote, options.measure) as catalogue:
+        rows = catalogue.brought_up_to_date(AT_ONCE if options.on else 1)
     write_atomic(record, (json.dumps(rows, indent=1) + "\n").encode())
     page = directory / f"{path.stem}.html"
     fleet_page.page(path.name, rows).write(page)
@@ -100,13 +95,19 @@ def _known(path: Path) -> dict[str, Any]:
         return {}
 
 
-class Catalogue:
+class Catalogue(contextlib.ExitStack):
     """The entries of a catalogue, and what the last run wrote about each."""
 
     def __init__(
         self, entries: Sequence[Mapping[str, str]], known: Mapping[str, Any], remote: str, measure: bool
     ) -> None:
+        super().__init__()
         self._entries, self._known, self._remote, self._measure = entries, known, remote, measure
+        self._fleet: Any = None
+        """Workers that measure, from the first time on that some are asked to."""
+        self._environment: Mapping[str, str] = {}
+        self._local: Mapping[str, str] = {}
+        """The variables of commands for which a cluster was started here."""
         self._digests: Digests | None = None
         self._code: Code | None = None
         self._current: dict[str, Build] = {}
@@ -115,10 +116,36 @@ class Catalogue:
     def brought_up_to_date(self, at_once: int) -> list[dict[str, Any]]:
         """Return a row for each entry, after all that can be done is done."""
         stale = [entry for entry in self._entries if not self._is_current(entry)]
+        if stale and stale[0].get("on") == LOCAL:
+            self._start_workers(Path(parse_options(stale[0]).artifacts).absolute(), stale[0].get("cache", ""))
         with ThreadPoolExecutor(at_once) as pool:
-            errors = list(pool.map(lambda entry: _doit("compile", entry), stale))
+            try:
+                errors = list(pool.map(lambda entry: self._doit("compile", entry), stale))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         failed = {json.dumps(entry): error for entry, error in zip(stale, errors, strict=True) if error}
         return [self._row(entry, failed.get(json.dumps(entry), "")) for entry in self._entries]
+
+    def _start_workers(self, artifacts: Path, cache: str) -> None:
+        """Start one cluster for all commands. Raises UserError."""
+        # Nothing of it is imported without on=.
+        from stages.graph.worker import crew_here
+        from stages.sharing.cluster import Cluster, Lost
+
+        store = cache or str(artifacts / STORE)
+        cluster = Cluster(LOCAL, lambda: crew_here(store, artifacts))
+        self.callback(cluster.close)
+        try:
+            cluster.connect()
+        except Lost as error:
+            raise UserError(f"on={LOCAL}: {error}") from None
+        self._local = {"on": cluster.place.address, "cache": store}
+        self._environment = cluster.environment
+
+    def _doit(self, command: str, entry: Mapping[str, str]) -> str:
+        """Run a command for an entry; return the line with which it failed, nothing if it did not."""
+        return _doit(command, {**entry, **self._local}, self._environment)
 
     def _build(self, entry: Mapping[str, str]) -> Build:
         """Return an entry's build; all share what they know of files."""
@@ -146,7 +173,8 @@ class Catalogue:
             build = self._current.get(json.dumps(entry)) or self._build(entry)
             row = {"artifact": build.artifact, "entry": dict(entry), **dict.fromkeys(_FIELDS), "why": error}
         except UserError as refusal:
-            return {"artifact": _named(entry), "entry": dict(entry), **dict.fromkeys(_FIELDS), "why": str(refusal)}
+            why = str(refusal).removeprefix(f"model={entry.get('model')}: ")
+            return {"artifact": _named(entry), "entry": dict(entry), **dict.fromkeys(_FIELDS), "why": why}
         if error:
             return row
         directory, before = build.directory, self._known.get(build.artifact, {})
@@ -156,21 +184,46 @@ class Catalogue:
         row["seconds"] = sum(build.project.durations.last.values())
         problems = []
         if verified(directory) is None and all(map(find_spec, ("torch", "transformers"))):
-            problems.append(_doit("verify", entry))
+            problems.append(self._doit("verify", entry))
         if (proof := verified(directory)) is not None:
             row["verified"], lost = bool(proof["passed"]), proof["results"][0]
             row["divergence"], row["perplexity"] = lost.get("divergence"), lost.get("perplexity")
         row["pushed"] = before.get("pushed") if same else None
         if self._remote and row["pushed"] != self._remote:
-            problems.append(problem := _doit("push", {**entry, "remote": self._remote}))
+            problems.append(problem := self._doit("push", {**entry, "remote": self._remote}))
             row["pushed"] = None if problem else self._remote
         row["measured"] = before.get("measured") if same else None
         if self._measure and row["measured"] is None:
-            row["measured"], problem = _measured(directory)
-            problems.append(problem)
+            try:
+                row["measured"] = self._measured(build, entry)
+            except UserError as refusal:
+                problems.append(f"not measured: {refusal}")
         row["signer"] = _signer(directory)
         row["why"] = "; ".join(filter(None, problems))
         return row
+
+    def _measured(self, build: Build, entry: Mapping[str, str]) -> dict[str, Any]:
+        """Return the times of a short reply on a worker that has the device, else here. Raises UserError."""
+        here = build.target.runs_here()
+        if entry.get("on", LOCAL) != LOCAL:
+            from stages.graph.measuring import on_a_worker
+            from stages.sharing.cluster import Lost
+
+            if self._fleet is None:
+                self._fleet = Build(parse_options(entry)).project.shared
+                self.callback(self._fleet.close)
+            shareable = build.is_shareable(build.steps["manifest"])
+            try:
+                measured = on_a_worker(build.project, build.target.device, shareable, self._fleet)
+            except (Lost, UserError) as error:
+                if not here:
+                    raise UserError(str(error)) from None
+                measured = None
+            if measured:
+                return {**asdict(measured.times), "where": measured.where}
+        if not here:
+            raise UserError(f"neither this machine nor a worker has the device {build.target.device}")
+        return {**asdict(times(build.directory)), "where": os.uname().nodename}
 
 
 _FIELDS = ("manifest", "bytes", "seconds", "verified", "divergence", "perplexity", "pushed", "measured", "signer")
@@ -189,22 +242,9 @@ def _signer(directory: Path) -> str:
         return f"nobody whom you trust: {error}"
 
 
-def _doit(command: str, entry: Mapping[str, str]) -> str:
+def _doit(command: str, entry: Mapping[str, str], environment: Mapping[str, str]) -> str:
     """Run a command for an entry; return the line with which it failed, nothing if it did not."""
     words = [sys.executable, "-m", "doit", command, *(f"{name}={value}" for name, value in entry.items())]
     print(f"doit {' '.join(words[3:])}\n", end="", file=sys.stderr, flush=True)
-    return _outcome(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False))
-
-
-def _outcome(run: subprocess.CompletedProcess[str]) -> str:
-    if not run.returncode:
-        return ""
-    lines = [line for line in run.stderr.splitlines() if line.strip()] or ["it failed without a word"]
-    return printable(next((line for line in lines if line.startswith("error: ")), lines[-1])).removeprefix("error: ")
-
-
-def _measured(directory: Path) -> tuple[dict[str, float] | None, str]:
-    """Return the times of a short reply, and why there are none."""
-    words = [sys.executable, "-c", _MEASURE, str(directory)]
-    run = subprocess.run(words, env=python_environment(), capture_output=True, text=True, check=False)
-    return (None, f"not measured: {_outcome(run)}") if run.returncode else (json.loads(run.stdout.splitlines()[-1]), "")
+    run = subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
+    return complaint(run) if run.returncode else ""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 
 from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
-from stages.engine.room import at_a_time
 from stages.graph import Build
 from stages.graph.build import LOCAL
-from stages.graph.worker import local_settings
+from stages.graph.worker import crew_here
 from stages.sharing.cluster import serve
 
 
@@ -21,9 +19,6 @@ def run(build: Build) -> bool:
         raise UserError("a worker needs the address of a scheduler: on=tcp://HOST:PORT; dask scheduler starts one")
     if not options.cache:
         raise UserError("a worker needs the store of the builds that it works for: cache=REMOTE")
-    here, count = local_settings(options.cache, build.artifacts), at_a_time()
-    try:
-        print(f"{count} steps at a time; what they make is signed by {own_key()}", file=sys.stderr, flush=True)
-        return serve(options.on, here, count) == 0
-    finally:
-        shutil.rmtree(here.scratch, ignore_errors=True)
+    crew = crew_here(options.cache, build.artifacts)
+    print(f"{crew.count} steps at a time; what they make is signed by {own_key()}", file=sys.stderr, flush=True)
+    return serve(options.on, crew) == 0

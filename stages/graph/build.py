@@ -12,10 +12,10 @@ from stages.engine import definitions
 from stages.engine.files import write_atomic
 from stages.engine.places import CONFIG, MANIFEST, PROVENANCE, STORE
 from stages.engine.project import Shared
-from stages.engine.room import at_a_time
 from stages.engine.steps import Step
 from stages.graph.choices import DEFAULT_TEXT, Choices
 from stages.graph.wiring import Library, Wiring
+from stages.model.policy import Policy
 
 LOCAL = "local"
 """The address in `on=` of a cluster on this machine, which is started for a build and ends with it."""
@@ -44,8 +44,8 @@ class Build(Choices):
         from stages.sharing.fleet import Fleet
 
         shared = Cache(cache, self.is_shareable)
-        local = partial(worker.local_settings, cache, self.artifacts)
-        return Fleet(shared, options.on, local, at_a_time(), worker.act, self._ordered, (self.directory / CONFIG,))
+        crew = partial(worker.crew_here, cache, self.artifacts)
+        return Fleet(shared, options.on, crew, worker.act, self._ordered, (self.directory / CONFIG,))
 
     def _ordered(self, step: Step) -> Mapping[str, str] | None:
         """Return the variables that tell a worker of which build a step is; None if it must run here.
@@ -56,19 +56,27 @@ class Build(Choices):
         text = options.calibrate in ("", DEFAULT_TEXT)
         if not step.portable or (step.private and not (text and self.source.anywhere and self.is_shareable(step))):
             return None
-        policy = self.policy
+        calibrated = {"calibrate": options.calibrate} if step.private and options.calibrate else {}
+        return self.variables(self.policy, step.private) | calibrated
+
+    def variables(self, policy: Policy, checkpoint: bool) -> dict[str, str]:
+        """Return the variables of a build elsewhere that makes the same programs.
+
+        Args:
+            policy: the formats, which may be others than those that the options choose.
+            checkpoint: whether it also reads the same checkpoint.
+        """
+        options = self.options
         chosen = {
             "target": self.target.name,
             "weights": policy.text,
             "kv": policy.kv,
             "activations": policy.activations,
+            "npu.grouping": self.grouping_name,
+            **({"npu.matmul": policy.matmul, "npu.buckets": options.buckets} if self.target.static else {}),
+            **({"context": str(options.context)} if options.context else {}),
         }
-        if self.target.static:
-            chosen |= {"npu.matmul": policy.matmul, "npu.buckets": options.buckets}
-        chosen |= {"context": str(options.context)} if options.context else {}
-        if not step.private:
-            return chosen
-        names = ("model", "revision", "ignore", "calibrate")
+        names = ("model", "revision", "lora", "ignore") if checkpoint else ()
         return chosen | {name: value for name in names if (value := getattr(options, name))}
 
     def need_tools(self) -> None:

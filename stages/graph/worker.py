@@ -30,16 +30,17 @@ from stages.engine.project import Project
 from stages.engine.room import at_a_time, memory
 from stages.engine.steps import Step
 from stages.graph.choices import Choices
+from stages.graph.measuring import MEASURE, device_of, measure
 from stages.graph.options import parse_options
 from stages.graph.wiring import Wiring, arithmetic
 from stages.model.sources import ArtifactsOnly
 from stages.sharing.cache import Arrivals, offer_run, runs_of, step_entry
-from stages.sharing.cluster import Has, Settings
+from stages.sharing.cluster import Crew, Has
 from stages.sharing.fleet import ENOUGH, FAILED, MADE, MEMORY, REFUSED, Answer, Order, kind_of, sources, versions
 from stages.sharing.records import Blob, circumstances, fits_here, is_here
 from stages.sharing.remotes import open_remote
 from stages.sharing.store import Store
-from stages.targets import targets
+from stages.targets import forget_tools, targets
 
 _KEPT = 8
 """Most graphs that a worker keeps, with their files."""
@@ -49,22 +50,24 @@ _LONGEST_LOG = 200_000
 Steps = Callable[[Order, Project], Mapping[str, Step]]
 
 
-def local_settings(store: str, artifacts: Path) -> Settings:
-    """Return the settings of workers on this machine, with a new directory below `artifacts` to work in."""
+def crew_here(store: str, artifacts: Path) -> Crew:
+    """Return as many workers as this machine has room for, with a new directory below `artifacts` to work in."""
     artifacts.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=artifacts))
-    return Settings(offered(scratch), store, str(scratch))
+    return Crew(at_a_time(), store, tempfile.mkdtemp(prefix=SCRATCH, dir=artifacts), __name__)
 
 
-def offered(scratch: Path) -> Has:
-    """Return what each worker of this machine has."""
+def offered(scratch: Path) -> tuple[Has, Has]:
+    """Return what each worker of this machine has, and what one of them has besides: who measures is alone."""
     known: dict[str, Any] = {**arithmetic(), "features": cpu_features()}
     for target in targets().values():
         known |= target.built_on()
         for room in (target.modules, target.objects, target.programs):
             known[kind_of(room.fingerprint)] = room.fingerprint() or ""
     known |= sources(_project(scratch / "none", _Digests(scratch / "digests")))
-    return {**dict.fromkeys(versions(known), ENOUGH), MEMORY: memory() // at_a_time()}
+    devices: dict[str, float] = {}
+    for target in targets().values():
+        devices |= device_of(target.device) if target.runs_here() else {}
+    return {**dict.fromkeys(versions(known), ENOUGH), MEMORY: memory() // at_a_time()}, devices
 
 
 class _Digests(Digests):
@@ -150,20 +153,32 @@ class Workshop:
     def _run(self, order: Order, answer: Answer) -> Answer:
         """Run an order. Raises UserError, OSError and ValueError for what refuses it."""
         self._check_sources()
+        if order.step == MEASURE:
+            return self._measure(order, answer)
         graph = self._graph(order)
         step = graph.steps.get(order.step)
         if step is None:
             raise UserError(f"{order.step} is no step of the build that it is said to be of")
         self._place(graph, order)
-        if difference := _difference(order, circumstances(step)):
-            raise UserError(f"{order.step} is another step here: {difference}")
+        _check_same(order, step)
         started = time.monotonic()
         if not self._is_made(step, order.address):
             if failed := step.run():
                 return replace(answer, outcome=FAILED, why=failed.message, logs=_logs(graph.project))
             self._check_sources()
+            _check_same(order, step)  # its tool may have been exchanged meanwhile
             offer_run(self._store, step)
         return replace(answer, outcome=MADE, milliseconds=round(1000 * (time.monotonic() - started)))
+
+    def _measure(self, order: Order, answer: Answer) -> Answer:
+        """Measure an artifact directory, in a place of its own. Raises UserError."""
+        graph = Graph(_project(self._scratch / str(next(self._numbers)), self._digests), {})
+        try:
+            self._receive(graph, order.inputs)
+            measure(graph.project.directory, order, self._store, answer.worker)
+        finally:
+            self._forget(graph)
+        return replace(answer, outcome=MADE)
 
     def _graph(self, order: Order) -> Graph:
         """Return the graph of an order, in a directory that takes its inputs. Raises UserError."""
@@ -219,6 +234,13 @@ class Workshop:
             raise UserError("the worker's checkout has changed since it started: start the worker again")
 
 
+def _check_same(order: Order, step: Step) -> None:
+    """Raise UserError if a step is another one here than the order says, with the tools that are here now."""
+    forget_tools()
+    if difference := _difference(order, circumstances(step)):
+        raise UserError(f"{order.step} is another step here: {difference}")
+
+
 def _difference(order: Order, here: Mapping[str, Any] | None) -> str:
     """Return what differs between an order's circumstances and those of the step here; nothing if they are the same."""
     if here is None:
@@ -227,8 +249,10 @@ def _difference(order: Order, here: Mapping[str, Any] | None) -> str:
         for name in sorted({*order.known[part], *here[part]}):
             there, now = order.known[part].get(name), here[part].get(name)
             if there != now:
-                word = {"elsewhere": "machine", "code": "code", "params": "parameters"}.get(name, name)
-                return f"{names} {word} is {shortened(str(now))}, not {shortened(str(there))}"
+                word = {"elsewhere": "machine", "params": "parameters"}.get(name, name)
+                # The worker said at its start what it has, and was chosen for that.
+                remedy = ": start the worker again" if name == "tool" else ""
+                return f"{names} {word} is {shortened(str(now))}, not {shortened(str(there))}{remedy}"
     return "" if dict(order.known) == dict(here) else "the version of records"
 
 
@@ -243,7 +267,7 @@ def _logs(project: Project) -> dict[str, str]:
 
 @functools.cache
 def _workshop() -> Workshop:
-    here = Settings.here()
+    here = Crew.here()
     return Workshop(here.store, Path(here.scratch))
 
 

@@ -11,7 +11,7 @@ from stages.reports.pages import Page, facts, note, table
 
 _TITLES = (
     *("artifact", "state", ">size", ">KL divergence", ">perplexity", ">built in", ">first token", ">next token"),
-    *("vouched for by", "pushed to"),
+    *("measured on", "vouched for by", "pushed to"),
 )
 
 
@@ -36,7 +36,7 @@ def page(name: str, rows: Sequence[Mapping[str, Any]]) -> Page:
 
 _NOTE = note(
     "The KL divergence and the perplexity are those of doit verify, against the checkpoint. A build's time is that of "
-    "its steps, wherever they ran. The times of tokens are of a short reply on the machine that wrote this page."
+    "its steps, wherever they ran. The times of tokens are of a short reply on a machine that had other work, too."
 )
 
 
@@ -49,6 +49,7 @@ def _cells(row: Mapping[str, Any]) -> Iterator[object]:
     yield _figure(row["perplexity"])
     yield "" if row["seconds"] is None else clock(row["seconds"])
     yield from (f"{1000 * measured[name]:.1f} ms" if name in measured else "" for name in ("ttft", "tpot"))
+    yield measured.get("where", "")
     yield row["signer"] or ""
     yield row["pushed"] or ""
 

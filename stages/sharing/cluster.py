@@ -1,31 +1,36 @@
 """The only module that knows Dask: runs texts on a cluster's workers, and starts workers.
 
 Dask decides where something runs, and carries orders and answers, which are short texts. Files go through the store
-(`stages.sharing.store`). A worker has one thread in a process of its own, so that what it runs can be stopped.
+(`stages.sharing.store`). A worker has one thread in a process of its own, so that what it runs can be stopped. The
+workers of a crew are forks of one process, which imports what they need once, and starts again those that are lost.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
+import importlib
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import first_line
 from stages.engine.places import python_environment
 
-_SETTINGS = "LLAMA_NPU2_WORKER"
-"""Environment variable of a worker: its settings as JSON."""
 _CONNECTING = 10.0
 """Seconds until a scheduler that does not answer is not there."""
 _PATIENCE = 2.0
@@ -36,6 +41,11 @@ _STARTS = 60.0
 """Seconds in which the workers of a cluster on this machine have started."""
 _STOPPING = 5.0
 """Seconds until a worker ends that goes on with what was cancelled."""
+_AGAIN = 1.0
+"""Seconds until workers that ended soon after their start are started again."""
+
+_TLS = {"tls_ca_file": "CA_FILE", "tls_client_cert": "CLIENT__CERT", "tls_client_key": "CLIENT__KEY"}
+"""What a client needs of Dask's `Security`, and how Dask's configuration names it."""
 
 Has = Mapping[str, float]
 """What a worker has: amounts by name. A name as `kind: value` says a version, of which there is enough for all."""
@@ -46,78 +56,158 @@ class Lost(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a worker is started with."""
+class Place:
+    """Where a scheduler is."""
 
-    has: Has
+    address: str
+    security: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments of Dask's `Security` for who connects; none where Dask's configuration has them."""
+
+    def secured(self) -> Any:
+        """Return the `security=` of who connects."""
+        from distributed import Security
+
+        return Security(**self.security) if self.security else None
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Workers that are started together."""
+
+    count: int
     store: str
-    """The remote that it reads and writes."""
+    """The remote that they read and write."""
     scratch: str
-    """The directory that it works in."""
+    """The directory that they work in, which is removed with them."""
+    module: str
+    """The module of what they run. Its `offered(scratch)` returns what each of them has, and one of them besides."""
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment of its process."""
-        return {"PYTHONPATH": python_environment()["PYTHONPATH"], _SETTINGS: json.dumps(asdict(self))}
+    def start(self, place: Place | None = None) -> subprocess.Popen[bytes]:
+        """Start the process that imports what they need. It ends, with all, when its standard input is closed.
+
+        Args:
+            place: their scheduler, if it is known. They wait for a second line of input else.
+        """
+        command = [sys.executable, "-c", f"from {__name__} import supervise; supervise()"]
+        # Ctrl-C in the terminal does not reach them: who started them stops them.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=python_environment(), start_new_session=True, bufsize=0
+        )
+        _tell(process, self)
+        if place:
+            _tell(process, place)
+        return process
 
     @classmethod
-    def here(cls) -> Settings:
-        """Return the settings of this process, which is a worker."""
-        return cls(**json.loads(os.environ[_SETTINGS]))
+    def here(cls) -> Crew:
+        """Return the crew of this process, which is a worker."""
+        assert _crew
+        return _crew
+
+
+_crew: Crew | None = None
+
+
+def _tell(process: subprocess.Popen[bytes], value: Crew | Place) -> None:
+    """Write a line to a process. If it has ended, who waits for it notices."""
+    assert process.stdin
+    with contextlib.suppress(OSError):
+        process.stdin.write(json.dumps(asdict(value)).encode() + b"\n")
+
+
+def _end(process: subprocess.Popen[bytes], scratch: str) -> None:
+    """End the process of a crew, and what it may have left."""
+    assert process.stdin
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(_STOPPING)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)  # it imports still; workers have groups of their own
+        process.wait()
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 class Cluster:
     """A connection to the scheduler of a cluster."""
 
-    def __init__(self, address: str, local: Callable[[], Settings], workers: int) -> None:
-        """Connect.
+    def __init__(self, address: str, crew: Callable[[], Crew]) -> None:
+        """Do nothing yet.
 
         Args:
             address: as `tcp://HOST:PORT`; without a colon, a cluster is started on this machine, which ends with it.
-            local: returns the settings of its workers.
-            workers: how many it has.
-
-        Raises:
-            Lost: if there is no scheduler at the address.
+            crew: returns its workers.
         """
+        self.place, self._new_crew = Place(address), crew
+        self._connecting, self._looking = threading.Lock(), threading.Lock()
+        self._looked, self._workers = 0.0, dict[str, Has]()
+        self._lost = ""
+        self._client: Any = None
+        self._local: Any = None
+        self._crew: Crew | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def connect(self) -> bool:
+        """Connect, unless that was done; return whether it was done now.
+
+        Raises Lost if there is no scheduler at the address.
+        """
+        with self._connecting:
+            if self._lost:
+                raise Lost(self._lost)
+            if self._client:
+                return False
+            try:
+                self._connect()
+                return True
+            except Lost:  # somebody closed it
+                raise
+            except (OSError, ValueError, TypeError, RuntimeError) as error:
+                self._lost = first_line(error) or type(error).__name__
+                raise Lost(self._lost) from None
+
+    def _connect(self) -> None:
+        if ":" not in self.place.address:
+            self._crew = self._new_crew()
+            self._process = self._crew.start()  # it imports what it needs while this process imports Dask
         from distributed import Client, LocalCluster
 
         # What happens to workers is said in words of this project.
         for name in filter(lambda name: name.startswith("distributed"), list(logging.root.manager.loggerDict)):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._local: Any = None
-        self._scratch = ""
-        self._lock = threading.Lock()
-        self._looked, self._workers = 0.0, dict[str, Has]()
-        self._lost = ""
-        try:
-            if ":" not in address:
-                settings = local()
-                self._scratch = settings.scratch
-                self._local = LocalCluster(
-                    n_workers=workers,
-                    threads_per_worker=1,
-                    memory_limit=0,
-                    dashboard_address=None,
-                    worker_dashboard_address=None,
-                    local_directory=settings.scratch,
-                    preload=[__name__],
-                    env=settings.environment,
-                    silence_logs=logging.CRITICAL,
-                    # With a certificate, because whoever connects can run programs as this user.
-                    security=True,
-                )
-            place = self._local or address
-            self._client = Client(place, timeout=_CONNECTING, set_as_default=False, direct_to_workers=False)
-            if self._local:
-                self._client.wait_for_workers(workers, timeout=_STARTS)
-        except (OSError, ValueError, TypeError, RuntimeError) as error:
-            self._end_local()
-            raise Lost(first_line(error) or type(error).__name__) from None
+        if self._process and self._crew:
+            # With a certificate, because whoever connects can run programs as this user.
+            local = self._local = LocalCluster(
+                n_workers=0, dashboard_address=None, silence_logs=logging.CRITICAL, security=True
+            )
+            tls = {name: getattr(local.security, name) for name in (*_TLS, "tls_worker_cert", "tls_worker_key")}
+            self.place = Place(local.scheduler_address, {"require_encryption": True, **tls})
+            _tell(self._process, self.place)
+        self._client = Client(
+            self.place.address,
+            timeout=_CONNECTING,
+            set_as_default=False,
+            direct_to_workers=False,
+            security=self.place.secured(),
+        )
+        if self._process and self._crew:
+            ends = time.monotonic() + _STARTS
+            while len(self.workers()) < self._crew.count:
+                if self._process.poll() is not None or time.monotonic() > ends:
+                    raise OSError("no worker starts on this machine")
+                time.sleep(0.05)
+                self._looked = 0.0
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The environment of processes that connect to this cluster, too."""
+        known = self.place.security
+        return {f"DASK_DISTRIBUTED__COMM__TLS__{name}": known[part] for part, name in _TLS.items() if part in known}
 
     def workers(self) -> Mapping[str, Has]:
         """Return what the workers have, by their names. Raises Lost."""
-        with self._lock:
+        with self._looking:
             if not self._lost and time.monotonic() - self._looked > _PATIENCE / 2:
                 try:
                     scheduler: Any = self._client.scheduler
@@ -163,16 +253,15 @@ class Cluster:
 
     def close(self) -> None:
         """Stop what still runs for this process, and leave the cluster; that on this machine ends."""
-        with contextlib.suppress(Exception):
-            self._client.close(timeout=1)  # a scheduler stops what nobody waits for
-        self._end_local()
-
-    def _end_local(self) -> None:
+        self._lost = "it was left"
+        if self._client:
+            with contextlib.suppress(Exception):
+                self._client.close(timeout=1)  # a scheduler stops what nobody waits for
+        if self._process and self._crew:
+            _end(self._process, self._crew.scratch)
         if self._local:
             with contextlib.suppress(Exception):
-                self._local.close(timeout=2 * _STOPPING)
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+                self._local.close(timeout=_STOPPING)
 
 
 def fits(needs: Has, has: Has) -> bool:
@@ -180,35 +269,146 @@ def fits(needs: Has, has: Has) -> bool:
     return all(has.get(name, 0) >= amount for name, amount in needs.items())
 
 
-def serve(address: str, settings: Settings, workers: int) -> int:
+def serve(address: str, crew: Crew) -> int:
     """Run workers of the cluster at `address` until they are stopped; return the exit status."""
-    options = ["--nworkers", workers, "--nthreads", 1, "--memory-limit", 0, "--no-dashboard"]
-    places = ["--local-directory", settings.scratch, "--preload", __name__]
-    command: Sequence[object] = [sys.executable, "-m", "distributed.cli.dask_worker", address, *options, *places]
-    process = subprocess.Popen([*map(str, command)], env=os.environ | settings.environment)
-    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
-    while True:
-        with contextlib.suppress(KeyboardInterrupt):  # it stops its workers, and then ends
-            return process.wait()
+    process = crew.start(Place(address))
+
+    def stop(*_: object) -> None:
+        assert process.stdin
+        process.stdin.close()
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        _end(process, crew.scratch)
 
 
-async def dask_setup(worker: Any) -> None:
-    """Prepare a worker before it is known to its scheduler (Dask calls this, because the module is a preload)."""
-    from distributed import WorkerPlugin
+def supervise() -> None:
+    """Start the workers of a crew, again and again, until standard input is closed.
 
-    # Ctrl-C reaches it, too; who started it stops it. What it starts does not inherit a handler, as it would SIG_IGN.
-    signal.signal(signal.SIGINT, lambda number, frame: None)
-    for resources in (worker.state.total_resources, worker.state.available_resources):
-        resources |= Settings.here().has
+    Two lines of it say of which crew, and of which scheduler. Nothing here starts a thread before it forks.
+    """
+    with os.fdopen(os.dup(0), "rb", buffering=0) as orders:
+        crew = Crew(**json.loads(orders.readline()))
+        try:
+            Path(crew.scratch).mkdir(parents=True, exist_ok=True)
+            each, one = importlib.import_module(crew.module).offered(Path(crew.scratch))
+            importlib.import_module("distributed.worker")
+            if place := orders.readline():
+                gc.collect()
+                gc.freeze()
+                has = [{**each, **(one if not number else {})} for number in range(crew.count)]
+                _Supervisor(crew, has, Place(**json.loads(place))).run()
+        finally:
+            shutil.rmtree(crew.scratch, ignore_errors=True)
+
+
+class _Supervisor:
+    """The process whose forks are workers."""
+
+    def __init__(self, crew: Crew, has: Sequence[Has], place: Place) -> None:
+        self._crew, self._place = crew, place
+        self._vacant = list(has)
+        """What the workers have that are to be started."""
+        self._started: dict[int, tuple[float, Has]] = {}
+        """When the others were started, and what they have, by their processes."""
+        self._alive = os.pipe()
+        """A pipe to which only this process can write: workers end when it is closed, however this process ends."""
+        self._woken = os.pipe()
+
+    def run(self) -> None:
+        """Keep workers running until standard input is closed, or a signal ends this process."""
+        os.set_blocking(self._woken[1], False)
+        signal.set_wakeup_fd(self._woken[1])
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        due = 0.0
+        while True:
+            now = time.monotonic()
+            while self._vacant and now >= due:
+                has = self._vacant.pop(0)
+                self._started[self._fork(has)] = now, has
+            waits = max(0.0, due - now) if self._vacant else None
+            ready, _, _ = select.select([0, self._woken[0]], [], [], waits)
+            if 0 in ready or (self._woken[0] in ready and {*os.read(self._woken[0], 64)} - {signal.SIGCHLD}):
+                break
+            for process in self._ended():
+                started, has = self._started.pop(process)
+                self._vacant.append(has)
+                if time.monotonic() - started < _AGAIN:
+                    due = time.monotonic() + _AGAIN
+        for process in self._started:
+            _kill_group(process)
+        for process in self._started:
+            os.waitpid(process, 0)
+
+    def _ended(self) -> list[int]:
+        """Return the workers that ended, after what they left running was stopped."""
+        ended = [process for process in self._started if os.waitpid(process, os.WNOHANG)[0]]
+        for process in ended:
+            _kill_group(process)
+        return ended
+
+    def _fork(self, has: Has) -> int:
+        if process := os.fork():
+            with contextlib.suppress(OSError):
+                os.setpgid(process, process)  # both sides do it, so that it is done when either goes on
+            return process
+        try:
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            os.close(self._alive[1])
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            asyncio.run(_work(self._crew, has, self._place, self._alive[0]))
+        finally:
+            os._exit(1)
+
+
+def _kill_group(process: int) -> None:
+    """Kill a worker and what it started."""
+    with contextlib.suppress(OSError):
+        os.killpg(process, signal.SIGKILL)
+
+
+async def _work(crew: Crew, has: Has, place: Place, alive: int) -> None:
+    """Be a worker until its scheduler is gone."""
+    from distributed import Worker, WorkerPlugin
+
+    global _crew
+    _crew = crew
+    # What it leaves goes away with the crew.
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(dir=crew.scratch)
+    logging.disable()
+    group = os.getpid()
+    asyncio.get_running_loop().add_reader(alive, _kill_group, group)
 
     class Stops(WorkerPlugin):
-        """Stops what was cancelled."""
+        """Stops what was cancelled, and all where the scheduler is gone."""
 
         def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
-            if (start, finish) == ("executing", "cancelled"):
+            task = worker.state.tasks.get(key)
+            if start == "executing" and task and task.state == "cancelled":
                 threading.Thread(target=_stop, args=(worker, key), daemon=True).start()
 
-    await worker.plugin_add(Stops(), name="stops")
+        def teardown(self, worker: Any) -> None:
+            _kill_group(group)
+
+    worker: Any = Worker(
+        place.address,
+        nthreads=1,
+        memory_limit=0,
+        local_directory=tempfile.tempdir,
+        resources=dict(has),
+        security=place.secured(),
+        plugins=(Stops(),),
+    )
+    await worker
+    await worker.finished()
 
 
 def _stop(worker: Any, key: Any) -> None:
@@ -222,4 +422,6 @@ def _stop(worker: Any, key: Any) -> None:
                 child.kill()
         if time.monotonic() > ends:
             os._exit(1)
-        time.sleep(0.1)
+        time.sleep(0.02)
+    if task and task.state == "resumed":
+        os._exit(1)  # somebody else asks for it, who must not get the failure of a step whose compiler was killed

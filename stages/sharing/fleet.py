@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from stages.engine.progress import say
 from stages.engine.project import Project
 from stages.engine.steps import Step
 from stages.sharing.cache import Cache
-from stages.sharing.cluster import Cluster, Has, Lost, Settings, fits
+from stages.sharing.cluster import Cluster, Crew, Has, Lost, fits
 from stages.sharing.records import Blob, address_of, blob_of, blobs_of_json, canonical, circumstances
 from stages.sharing.store import warn
 
@@ -155,10 +154,8 @@ class Fleet:
     cache: Cache
     address: str
     """The address of the cluster, see `Cluster`."""
-    local: Callable[[], Settings]
-    """Returns the settings of workers on this machine."""
-    workers: int
-    """How many workers a cluster on this machine has."""
+    crew: Callable[[], Crew]
+    """Returns the workers of a cluster on this machine."""
     action: Callable[[str], str]
     """What a worker calls with the text of an order; it returns that of an answer."""
     options: Callable[[Step], Mapping[str, str] | None]
@@ -166,6 +163,8 @@ class Fleet:
     always: Sequence[Path] = ()
     """Files that a worker needs for any step, to know which steps there are."""
     _off: bool = field(default=False, init=False)
+    _left: bool = field(default=False, init=False)
+    _cluster: Cluster | None = field(default=None, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     _sent: set[Blob] = field(default_factory=set, init=False)
     _versions: Mapping[str, str] = field(default_factory=dict, init=False)
@@ -185,11 +184,18 @@ class Fleet:
         if options is None or known is None:
             return None
         try:
-            answer = self._asked(step, Order(known, options, self._inputs(step)))
+            order = Order(known, options, self._inputs(step))
+            needs = needs_of(step, order, self._sources(step.project))
+            if lack := lacking(needs, self._connected().workers()):
+                self._say_once(f"{lack}: such steps run here")
+                return None
+            answer = self.ask(step.project, order, needs)
         except (Lost, UserError) as error:  # of the cluster, or of the store
+            if self._left:
+                raise UserError("the build was stopped") from None
             self._stop_using(str(error))
             return None
-        return self._taken(step, answer, work) if answer else None
+        return self._taken(step, answer, work)
 
     def offer(self, step: Step) -> None:
         """Add the outputs of a step that ran here to the cache."""
@@ -198,10 +204,11 @@ class Fleet:
     def close(self) -> None:
         """Leave the cluster, if there is a connection; what still runs for this build is stopped."""
         with self._lock:
-            self._off = True  # what fails from here on fails because of this
-            if cluster := self.__dict__.pop("_cluster", None):
-                atexit.unregister(self.close)
-                cluster.close()
+            self._off = self._left = True  # what fails from here on fails because of this
+            cluster, self._cluster = self._cluster, None
+        if cluster:
+            atexit.unregister(self.close)
+            cluster.close()
 
     def tool(self, find: Callable[[], str | None]) -> Callable[[], str | None]:
         """Return a function that returns a tool's fingerprint.
@@ -226,15 +233,17 @@ class Fleet:
             return None
         return found.pop() if len(found) == 1 else None
 
-    @cached_property
-    def _cluster(self) -> Cluster:
-        cluster = Cluster(self.address, self.local, self.workers)
-        atexit.register(self.close)  # before Dask, which registered earlier, ends what steps wait for
-        return cluster
-
     def _connected(self) -> Cluster:
+        """Return the cluster. Raises Lost."""
         with self._lock:
-            return self._cluster
+            if self._off:
+                raise Lost("it was left")
+            if not self._cluster:
+                self._cluster = Cluster(self.address, self.crew)
+            cluster = self._cluster
+        if cluster.connect():
+            atexit.register(self.close)  # before Dask, which registered earlier, ends what steps wait for
+        return cluster
 
     def _stop_using(self, why: str) -> None:
         with self._lock:
@@ -249,22 +258,25 @@ class Fleet:
         inside = [path for path in dict.fromkeys(paths) if path.is_relative_to(project.directory)]
         return {path.relative_to(project.directory).as_posix(): blob_of(project, path) for path in inside}
 
-    def _asked(self, step: Step, order: Order) -> Answer | None:
-        """Return the answer of a worker; None if none fits. Raises Lost, and UserError where the store fails."""
-        cluster, needs = self._connected(), needs_of(step, order, self._sources(step.project))
-        if lack := lacking(needs, cluster.workers()):
-            self._say_once(f"{lack}: such steps run here")
-            return None
+    def workers(self) -> Mapping[str, Has]:
+        """Return what the workers have, by their names. Raises Lost."""
+        return self._connected().workers()
+
+    def ask(self, project: Project, order: Order, needs: Has) -> Answer:
+        """Return a worker's answer to an order, whose inputs are files of a project.
+
+        Raises Lost, and UserError where the store fails.
+        """
+        cluster = self._connected()
         if new := {blob: label for label, blob in order.inputs.items() if blob not in self._sent}:
-            directory = step.project.directory
-            self.cache.store(step.project).send({blob: directory / label for blob, label in new.items()})
+            self.cache.store(project).send({blob: project.directory / label for blob, label in new.items()})
             self._sent |= new.keys()
         say("waiting for a worker")
         content = cluster.run(order.address, self.action, order.text, needs)
         try:
             return Answer.of_text(content)
         except ValueError as error:
-            raise Lost(f"an answer about {step.name} is malformed ({error})") from None
+            raise Lost(f"an answer about {order.step} is malformed ({error})") from None
 
     def _taken(self, step: Step, answer: Answer, work: Path) -> list[Path] | None:
         """Fetch what a worker made. Raises UserError if the step failed there as it would here."""

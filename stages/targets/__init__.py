@@ -113,6 +113,8 @@ class Target:
     """Properties of this machine, besides its tools, that objects and programs may depend on."""
     suits: Callable[[Path], bool] = lambda model: False
     """Whether this machine should run the target by default, given the directory of a model's artifacts."""
+    runs_here: Callable[[], bool] = lambda: True
+    """Whether this machine has the device and what it takes to use it."""
     need_tools: Callable[[], object] = lambda: None
     """Raises UserError, which names the missing tools, if this machine cannot build the target."""
     rank: int = 0
@@ -211,6 +213,15 @@ def targets() -> dict[str, Target]:
     """Return every target by name."""
     packages = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__) if m.ispkg)
     return {package.TARGET.name: package.TARGET for package in packages}
+
+
+def forget_tools() -> None:
+    """Look for tools again when their versions are asked for: a worker outlives upgrades."""
+    for name in targets():
+        toolchain = importlib.import_module(f"{__name__}.{name.replace('-', '_')}.toolchain")
+        for find in vars(toolchain).values():
+            if forget := getattr(find, "cache_clear", None):
+                forget()
 
 
 def default_target(model: Path) -> Target:

@@ -13,7 +13,7 @@ import pytest
 from llama_npu2 import UserError
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.cli.table import amount
-from stages.commands.fit import Machine, needs_of, peak_memory, policies
+from stages.commands.fit import Machine, needs_of, peak_memory, policies, programs_there
 from stages.graph import Build
 from stages.graph.needs import WORKING, Needs, locked_memory
 from stages.graph.options import Options, parse_options
@@ -23,6 +23,10 @@ from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.model.sources import config_of
 from stages.model.unpacking import UNPACKED
+from stages.sharing.cache import offer_run
+from stages.sharing.census import Count
+from stages.sharing.remotes import open_remote
+from stages.sharing.store import Store
 from stages.targets import targets
 from tests.conftest import ROOT, doit
 
@@ -189,3 +193,28 @@ def test_measured(model: str, weights: str, tmp_path: Path) -> None:
     errors = {line.split()[1]: float(line.split()[-1]) for line in run.stdout.splitlines()[1:]}
     assert abs(errors["disk"]) < 5
     assert abs(errors["build"]) < 10 and abs(errors["run"]) < 10
+
+
+def test_a_remote_says_how_many_programs_it_has(demo: Path, artifacts: Path, tmp_path: Path) -> None:
+    """Without the objects that they link, or with other ones, none can be taken."""
+    given = {"artifacts": str(artifacts), "target": "cpu"}
+    made = Build(parse_options(given))
+    remote = tmp_path / "store"
+    store = Store(open_remote(str(remote)), made.project.digests)
+    asked = Build(parse_options({"artifacts": str(tmp_path / "none"), "target": "cpu", "cache": str(remote)}))
+
+    def found() -> Count:
+        return programs_there(asked, made.policy)
+
+    programs = [step for name, step in made.steps.items() if name.startswith("elf:")]
+    assert found() == Count(0, len(programs))
+    for step in programs[:-1]:
+        offer_run(store, step)
+    assert found() == Count(0, len(programs))
+    for name, step in made.steps.items():
+        if name.startswith("object:"):
+            offer_run(store, step)
+    assert found() == Count(len(programs) - 1, len(programs))
+    lines = doit("fit", "target=cpu", "weights=bf16", f"cache={remote}", f"artifacts={tmp_path / 'none'}").stdout
+    assert "programs" in lines and f"{len(programs) - 1} of {len(programs)}" in lines
+    assert not (tmp_path / "none").exists()

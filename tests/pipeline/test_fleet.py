@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,21 @@ import pytest
 
 from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
+from stages.engine.digests import Digests
+from stages.engine.lock import ProcessLock
+from stages.engine.project import Project
+from stages.engine.steps import Step
 from stages.graph import Build
 from stages.graph.options import parse_options
+from stages.graph.worker import Workshop
 from stages.sharing import cluster as cluster_module
 from stages.sharing.cache import offer_run
 from stages.sharing.fleet import Answer, Order, lacking
+from stages.sharing.records import circumstances
 from stages.sharing.remotes import open_remote
 from stages.sharing.store import Store
+from stages.targets import forget_tools
+from stages.targets.cpu.toolchain import host_compiler_fingerprint
 from tests.conftest import ROOT, Become, doit, write_checkpoint
 from tests.support import fleets
 from tests.support.fleets import Client, Grid, scheduler, until
@@ -143,7 +153,51 @@ def test_a_worker_refuses_what_is_another_step_there(
     client = client_of(grid, tmp_path / "a", count=1)
     assert client.build() == [] and client.here == {"0", "last"}
     said = capsys.readouterr().err
-    assert "0 is another step here: its tool is version 1, not version 3: such steps run here" in said
+    assert "0 is another step here: its tool is version 1, not version 3: start the worker again: such" in said
+
+
+def test_a_worker_notices_that_its_compiler_was_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version, exchanges, machine = tmp_path / "version", list[str](), platform.machine()
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\ncat {version}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+    def act(name: str, work: Path) -> None:
+        (work / f"out-{name}").write_text("made")
+        if exchanges:
+            version.write_text(exchanges.pop())
+
+    def steps(order: Order | None, project: Project) -> dict[str, Step]:
+        step = partial(Step, project, tool=host_compiler_fingerprint, portable=True)
+        return {name: step(name, "", partial(act, name), (project.directory / f"out-{name}",)) for name in "ab"}
+
+    def asked(name: str) -> Answer:
+        known = circumstances(here[name])
+        assert known
+        return workshop.answer(Order(known, {}, {}).text)
+
+    version.write_text("g++ 1")
+    forget_tools()
+    lock, digests = ProcessLock(tmp_path / "lock"), Digests(tmp_path / "digests")
+    here = steps(None, Project(tmp_path / "client/artifact", digests, lock))
+    workshop = Workshop(str(tmp_path / "store"), tmp_path / "scratch", steps)
+    assert asked("a").outcome == "made"
+    kept = {path for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    exchanges.append("g++ 2")
+    during = asked("b")
+    version.write_text("g++ 1")
+    forget_tools()
+    order = circumstances(here["b"])
+    version.write_text("g++ 2")
+    assert order
+    later = workshop.answer(Order(order, {}, {}).text)
+    for answer in (during, later):
+        assert answer.outcome == "refused"
+        assert f"its tool is g++ 2 for {machine}, not g++ 1 for {machine}: start the worker again" in answer.why
+    assert {path for path in (tmp_path / "store").rglob("*") if path.is_file()} == kept
+    monkeypatch.undo()
+    forget_tools()
 
 
 def test_memory_is_asked_for(grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

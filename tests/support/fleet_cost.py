@@ -1,7 +1,7 @@
-"""The cost of a step on a worker: `python -m tests.support.fleet_cost [STEPS [WORKERS]]`.
+"""The cost of a step on a worker: `python -m tests.support.fleet_cost [STEPS [WORKERS [SECONDS]]]`.
 
-Steps that do nothing are built with a store alone, and with workers of which each has a process. What remains is what a
-step costs: look-ups, the order, the scheduler, signatures, files that are flushed.
+Steps that do nothing, or sleep for SECONDS, are built with workers of which each has a process, and before that with a
+store alone. What remains is what a step costs: look-ups, the order, the scheduler, signatures, files that are flushed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from tests.support.fleets import TOOL, Client, Grid, scheduler, until
 
 
-def main(steps: str = "1000", workers: str = "4") -> None:
+def main(steps: str = "1000", workers: str = "4", seconds: str = "0") -> None:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         os.environ |= {"LLAMA_NPU2_CONFIG": f"{name}/trust", TOOL: "version 1"}
-        alone = Client(scratch / "alone", scratch / "another store", "", count=steps)
+        alone = Client(scratch / "alone", scratch / "another store", "", count=steps, seconds=seconds)
         show("a store alone", alone, int(steps))
         with scheduler(scratch) as (address, _):
             grid = Grid(address, scratch)
             for _ in range(int(workers)):
                 grid.start("version 1")
-            client = Client(scratch / "client", grid.store, address, count=steps)
+            client = Client(scratch / "client", grid.store, address, count=steps, seconds=seconds)
             until(lambda: len(client.fleet._connected().workers()) == int(workers))
             show(f"{workers} workers", client, int(steps))
             assert not client.here and client.made.keys() == alone.made.keys()

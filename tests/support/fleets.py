@@ -16,20 +16,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stages.engine.digests import Digests
+from stages.engine.files import write_atomic
 from stages.engine.lock import ProcessLock
 from stages.engine.places import CONFIG
 from stages.engine.project import Project
 from stages.engine.steps import Step
 from stages.graph.worker import Workshop
 from stages.sharing.cache import Cache, step_entry
-from stages.sharing.cluster import Settings
+from stages.sharing.cluster import Crew, Has, Place
 from stages.sharing.fleet import ENOUGH, MADE, MEMORY, Answer, Fleet, Order, kind_of, sources, versions
 from stages.sharing.remotes import open_remote
 from stages.sharing.store import Store
 
 TOOL = "TOOL_OF_TESTS"
 """Environment variable: the version of the tool that steps run."""
+CLAIMS = "CLAIMS_OF_TESTS"
+"""Environment variable: the versions that a worker says that it has, as JSON."""
 
 
 def tool_fingerprint() -> str | None:
@@ -64,9 +69,16 @@ def steps_of(options: Mapping[str, str], project: Project) -> dict[str, Step]:
     return made
 
 
+def offered(scratch: Path) -> tuple[Has, Has]:
+    """Return what a worker of a `Grid` says that it has."""
+    project = Project(scratch / "none", Digests(scratch / "digests"), ProcessLock(scratch / "lock"))
+    known = [sources(project), *({kind_of(tool_fingerprint): version} for version in json.loads(os.environ[CLAIMS]))]
+    return {name: ENOUGH for each in known for name in versions(each)} | {MEMORY: 1 << 30}, {}
+
+
 @functools.cache
 def workshop() -> Workshop:
-    here = Settings.here()
+    here = Crew.here()
     return Workshop(here.store, Path(here.scratch), lambda order, project: steps_of(order.options, project))
 
 
@@ -86,7 +98,7 @@ def babble(content: str) -> str:
 def damage(content: str) -> str:
     """Run it, then change the bytes of what it left."""
     answer = act(content)
-    for path in (Path(Settings.here().store) / "objects").rglob("*"):
+    for path in (Path(Crew.here().store) / "objects").rglob("*"):
         if path.is_file() and b" of " in (found := path.read_bytes()):
             path.write_bytes(bytes([found[0] ^ 1]) + found[1:])
     return answer
@@ -94,7 +106,7 @@ def damage(content: str) -> str:
 
 def replay(content: str) -> str:
     """Run it, then leave, where its run belongs, one that was made of an older configuration."""
-    answer, order, here = act(content), Order.of_text(content), Settings.here()
+    answer, order, here = act(content), Order.of_text(content), Crew.here()
     store, name = Store(open_remote(here.store), Digests(Path(here.scratch) / "digests")), step_entry(order.address)
     entry = store.own(name)
     assert entry
@@ -118,17 +130,11 @@ class Grid:
 
     def start(self, *claims: str) -> None:
         """Start a worker, which says that it has the tool in these versions."""
-        scratch = self.scratch / str(len(self.workers))
-        scratch.mkdir()
-        project = Project(scratch / "none", Digests(scratch / "digests"), ProcessLock(scratch / "lock"))
-        known = [sources(project), *({kind_of(tool_fingerprint): version} for version in claims)]
-        has = {name: ENOUGH for each in known for name in versions(each)} | {MEMORY: 1 << 30}
-        settings = Settings(has, str(self.store), str(scratch))
-        options = ["--no-nanny", "--nthreads", "1", "--memory-limit", "0", "--no-dashboard"]
-        places = ["--preload", "stages.sharing.cluster", "--local-directory", str(scratch)]
-        command = [sys.executable, "-m", "distributed.cli.dask_worker", self.address, *options, *places]
-        env = os.environ | {TOOL: "version 1"} | settings.environment
-        self.workers.append(subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL))
+        crew = Crew(1, str(self.store), str(self.scratch / f"worker {len(self.workers)}"), __name__)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv(TOOL, "version 1")
+            environment.setenv(CLAIMS, json.dumps(claims))
+            self.workers.append(crew.start(Place(self.address)))
 
     @property
     def alive(self) -> list[subprocess.Popen[bytes]]:
@@ -137,7 +143,8 @@ class Grid:
     def stop(self) -> None:
         """End all workers."""
         for worker in self.workers:
-            worker.kill()
+            if worker.stdin:
+                worker.stdin.close()
             worker.wait()
 
 
@@ -169,16 +176,24 @@ class Client:
     """A checkout that builds on a cluster."""
 
     def __init__(
-        self, directory: Path, store: Path, address: str, action: Callable[[str], str] = act, **options: Any
+        self,
+        directory: Path,
+        store: Path,
+        address: str,
+        action: Callable[[str], str] = act,
+        config: str = "",
+        crew: Crew | None = None,
+        **options: Any,
     ) -> None:
         self.artifact = directory / "artifact"
-        (self.artifact / CONFIG).parent.mkdir(parents=True)
-        (self.artifact / CONFIG).write_text(f"the configuration of {directory.parent}")
+        (self.artifact / CONFIG).parent.mkdir(parents=True, exist_ok=True)
+        if not (self.artifact / CONFIG).exists():
+            write_atomic(self.artifact / CONFIG, (config or f"the configuration of {directory.parent}").encode())
         given = {"count": 3, "log": directory / "log"} | options
         self.options = {name: str(value) for name, value in given.items()}
         self.log = Path(self.options["log"])
         cache = Cache(str(store), lambda step: not step.private)
-        self.fleet = Fleet(cache, address, _no_settings, 0, action, self._ordered, (self.artifact / CONFIG,))
+        self.fleet = Fleet(cache, address, lambda: crew or _no_crew(), action, self._ordered, (self.artifact / CONFIG,))
         lock, digests = ProcessLock(directory / "lock"), Digests(directory / ".digests")
         self.project = Project(self.artifact, digests, lock, self.fleet if address else cache)
         self.steps = steps_of(self.options, self.project)
@@ -213,5 +228,5 @@ class Client:
         return {path.name: path.read_bytes() for path in self.artifact.glob("out-*")}
 
 
-def _no_settings() -> Settings:
+def _no_crew() -> Crew:
     raise AssertionError("no cluster is started here")

@@ -9,8 +9,9 @@ import contextlib
 import functools
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
@@ -87,19 +88,24 @@ def safe_name(text: str) -> str:
 
 def config_of(source: Source) -> Config:
     """Return the configuration of a model without fetching a hub's weights, or making any. Raises UserError."""
+    return parse_config(*config_fields(source))
+
+
+def config_fields(source: Source) -> tuple[Mapping[str, Any], str]:
+    """Return the fields of a model's `config.json`, and where they were found, as `config_of` finds them."""
     if isinstance(source, ArtifactsOnly):
         raise UserError(f"model={source.name}: it is built, and its checkpoint is not here: see doit du")
     if isinstance(source, AdaptedSource):
-        return config_of(source.base)
+        return config_fields(source.base)
     if isinstance(source, RandomSource):
-        return source.config
+        return source.raw_config, f"model=random:{source.name}"
     if isinstance(source, HubSource) and not isinstance(source, HubGguf):
         files = {path.name: path for path in source.config_files()}
         if CONFIG_FILES[0] not in files:
             raise source.other_format()
-        return families.read_config(files[CONFIG_FILES[0]], DAMAGED)
+        return read_json(files[CONFIG_FILES[0]], DAMAGED), str(files[CONFIG_FILES[0]])
     within = container(source.fetch())
-    return parse_config(within.fields, within.where)
+    return within.fields, within.where
 
 
 def known_config(source: Source, recorded: Path) -> Config:

@@ -240,6 +240,12 @@ def xrt_version(system: Path = Path("/")) -> str | None:
     return match.group() if match else None
 
 
+def runs_here() -> bool:
+    """Tell whether this machine has the NPU, and what it takes to run programs on it."""
+    device, bindings = npu(), pyxrt()
+    return bool(device and device.columns and device.usable and bindings and bindings.elf_contexts)
+
+
 def usable_here(model: Path) -> bool:
     """Tell whether this machine has the NPU and what it takes to use it.
 
