@@ -63,7 +63,7 @@ def offered(scratch: Path) -> tuple[Has, Has]:
         known |= target.built_on()
         for room in (target.modules, target.objects, target.programs):
             known[kind_of(room.fingerprint)] = room.fingerprint() or ""
-    known |= sources(_project(scratch / "none", _Digests(scratch / "digests")))
+    known |= sources(_project(scratch / "none", remembered(scratch)))
     devices: dict[str, float] = {}
     for target in targets().values():
         devices |= device_of(target.device) if target.runs_here() else {}
@@ -75,6 +75,12 @@ class _Digests(Digests):
 
     def save(self, soon: bool = False) -> None:
         """Keep nothing for later."""
+
+
+@functools.cache
+def remembered(scratch: Path) -> Digests:
+    """Return the digests of the workers of a crew: what is known of the sources before they are forked, all know."""
+    return _Digests(scratch / "digests")
 
 
 class _Durations(Durations):
@@ -132,7 +138,7 @@ class Workshop:
 
     def __init__(self, store: str, scratch: Path, steps: Steps = steps_of) -> None:
         self._scratch, self._steps = scratch / str(os.getpid()), steps
-        self._digests = _Digests(scratch / f"{os.getpid()}.digests")
+        self._digests = remembered(scratch)
         self._store = Store(open_remote(store), self._digests)
         files = [*Code(self._digests).files("stages.graph"), *KERNELS.rglob("*")]
         self._sources = {str(path): _signature(str(path)) for path in files}

@@ -47,6 +47,16 @@ _AGAIN = 1.0
 _TLS = {"tls_ca_file": "CA_FILE", "tls_client_cert": "CLIENT__CERT", "tls_client_key": "CLIENT__KEY"}
 """What a client needs of Dask's `Security`, and how Dask's configuration names it."""
 
+_NO_PAGES = "127.0.0.1:0"
+"""The address of Dask's web server, which cannot be left out. Its own choice is a port that all can reach."""
+
+_QUIET = {
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.system-monitor.interval": "10s",
+    "distributed.admin.tick.interval": "1s",
+}
+"""What a worker does not need of Dask: it samples what runs a hundred times a second, for a page that nobody opens."""
+
 Has = Mapping[str, float]
 """What a worker has: amounts by name. A name as `kind: value` says a version, of which there is enough for all."""
 
@@ -179,7 +189,11 @@ class Cluster:
         if self._process and self._crew:
             # With a certificate, because whoever connects can run programs as this user.
             local = self._local = LocalCluster(
-                n_workers=0, dashboard_address=None, silence_logs=logging.CRITICAL, security=True
+                n_workers=0,
+                dashboard_address=_NO_PAGES,
+                scheduler_kwargs={"dashboard": False},
+                silence_logs=logging.CRITICAL,
+                security=True,
             )
             tls = {name: getattr(local.security, name) for name in (*_TLS, "tls_worker_cert", "tls_worker_key")}
             self.place = Place(local.scheduler_address, {"require_encryption": True, **tls})
@@ -225,7 +239,7 @@ class Cluster:
 
         Args:
             key: names the result: what has the same key runs once, whoever asks for it.
-            action: a function of a module that workers have, too.
+            action: a function of a module that workers have.
             text: its argument.
             needs: the amounts that it takes while it runs.
 
@@ -233,7 +247,8 @@ class Cluster:
             Lost: if the cluster cannot be used, or no worker has what it needs for a while. A worker that is lost is
                 no reason: another one runs it.
         """
-        future = self._client.submit(action, text, key=key, resources=dict(needs), pure=False)
+        called = (action.__module__, action.__name__, text)
+        future = self._client.submit(_calling(), *called, key=key, resources=dict(needs), pure=False)
         seen = time.monotonic()
         try:
             while True:
@@ -262,6 +277,17 @@ class Cluster:
         if self._local:
             with contextlib.suppress(Exception):
                 self._local.close(timeout=_STOPPING)
+
+
+def _calling() -> Callable[[str, str, str], str]:
+    """Return a function that is sent as such, since a scheduler, which reads what it passes on, has no checkout."""
+
+    def call(module: str, name: str, text: str) -> str:
+        import importlib
+
+        return str(getattr(importlib.import_module(module), name)(text))
+
+    return call
 
 
 def fits(needs: Has, has: Has) -> bool:
@@ -377,10 +403,12 @@ def _kill_group(process: int) -> None:
 
 async def _work(crew: Crew, has: Has, place: Place, alive: int) -> None:
     """Be a worker until its scheduler is gone."""
+    import dask
     from distributed import Worker, WorkerPlugin
 
     global _crew
     _crew = crew
+    dask.config.set(_QUIET)
     # What it leaves goes away with the crew.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(dir=crew.scratch)
     logging.disable()
@@ -406,6 +434,7 @@ async def _work(crew: Crew, has: Has, place: Place, alive: int) -> None:
         resources=dict(has),
         security=place.secured(),
         plugins=(Stops(),),
+        dashboard_address=_NO_PAGES,
     )
     await worker
     await worker.finished()

@@ -175,8 +175,11 @@ class Remote:
 
     def parallel(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
         """Return the results of `work` for each item, several at a time."""
+        todo = list(items)
+        if len(todo) < 2:  # most often it is one, for which starting a thread takes longer than a short file
+            return list(map(work, todo))
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            return list(pool.map(work, items))
+            return list(pool.map(work, todo))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

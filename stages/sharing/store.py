@@ -156,9 +156,10 @@ class Store:
         moved(start)
         with ThreadPoolExecutor(1) as hashing:
             for block in self.remote.blocks(blob.name, start, blob.size):
-                hashed = hashing.submit(digest.update, block)
+                hashed = hashing.submit(digest.update, block) if blob.size > BLOCK else digest.update(block)
                 file.write(block)
-                hashed.result()
+                if hashed:
+                    hashed.result()
                 moved(len(block))
         if digest.hexdigest() != blob.sha256:
             file.truncate(0)

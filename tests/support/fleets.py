@@ -24,7 +24,7 @@ from stages.engine.lock import ProcessLock
 from stages.engine.places import CONFIG
 from stages.engine.project import Project
 from stages.engine.steps import Step
-from stages.graph.worker import Workshop
+from stages.graph.worker import Workshop, remembered
 from stages.sharing.cache import Cache, step_entry
 from stages.sharing.cluster import Crew, Has, Place
 from stages.sharing.fleet import ENOUGH, MADE, MEMORY, Answer, Fleet, Order, kind_of, sources, versions
@@ -71,7 +71,7 @@ def steps_of(options: Mapping[str, str], project: Project) -> dict[str, Step]:
 
 def offered(scratch: Path) -> tuple[Has, Has]:
     """Return what a worker of a `Grid` says that it has."""
-    project = Project(scratch / "none", Digests(scratch / "digests"), ProcessLock(scratch / "lock"))
+    project = Project(scratch / "none", remembered(scratch), ProcessLock(scratch / "lock"))
     known = [sources(project), *({kind_of(tool_fingerprint): version} for version in json.loads(os.environ[CLAIMS]))]
     return {name: ENOUGH for each in known for name in versions(each)} | {MEMORY: 1 << 30}, {}
 
@@ -154,7 +154,8 @@ def scheduler(scratch: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     file = scratch / "scheduler.json"
     options = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", "--scheduler-file", str(file)]
     command = [sys.executable, "-m", "distributed.cli.dask_scheduler", *options]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    # It has no checkout: in this directory there is none.
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=scratch) as process:
         try:
             yield until(lambda: json.loads(file.read_text())["address"] if file.exists() else None), process
         finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -104,12 +105,7 @@ def own_key() -> PublicKey:
 
 def _signing_key() -> Any:
     ed25519 = _ed25519()
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-        load_ssh_private_key,
-    )
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     def make() -> bytes:
         key = ed25519.Ed25519PrivateKey.generate()
@@ -117,12 +113,20 @@ def _signing_key() -> Any:
 
     content = settings.private(_SIGNING_KEY, make)
     try:
-        key = load_ssh_private_key(content, None)
+        key = _parsed_key(content)
     except Exception as error:
         raise UserError(f"{settings.directory() / _SIGNING_KEY} cannot be read ({error}): remove it") from None
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise UserError(f"{settings.directory() / _SIGNING_KEY} is no Ed25519 key: remove it")
     return key
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed_key(content: bytes) -> Any:
+    """Return the key in a file's content, which is asked for some times for each step of a build."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    return load_ssh_private_key(content, None)
 
 
 def _valid(key: PublicKey, signature: bytes, content: bytes) -> bool:
