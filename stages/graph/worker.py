@@ -41,6 +41,7 @@ from stages.sharing.records import Blob, circumstances, fits_here, is_here
 from stages.sharing.remotes import open_remote
 from stages.sharing.store import Store
 from stages.targets import forget_tools, targets
+from stages.targets.cpu.objects import precompile_here
 
 _KEPT = 8
 """Most graphs that a worker keeps, with their files."""
@@ -274,6 +275,7 @@ def _logs(project: Project) -> dict[str, str]:
 @functools.cache
 def _workshop() -> Workshop:
     here = Crew.here()
+    precompile_here()
     return Workshop(here.store, Path(here.scratch))
 
 

@@ -67,11 +67,17 @@ def compile_host(source: Path, output: Path, declared: str, isa: str = "") -> li
 def system_headers() -> list[str]:
     """Return the options by which a kernel's source begins with the system's headers, precompiled where possible.
 
-    Only a process that removes its files when it ends makes some: those that it forks do not.
+    Only a process whose files are removed when it ends makes some. Those that it forks do so after `precompile_here`.
     """
     with _lock:
         directory = _precompiled() if os.getpid() == _owner else None
     return [*([f"-I{directory.name}"] if directory else []), "-include", HEADER.name]
+
+
+def precompile_here() -> None:
+    """Let this fork make precompiled headers, too: whoever forked it removes its temporary files."""
+    global _owner
+    _owner = os.getpid()
 
 
 @functools.cache
