@@ -41,7 +41,7 @@ def task_1():
 """
 
 
-@pytest.mark.parametrize("where", ["local", "address"])
+@pytest.mark.parametrize("where", ["local", pytest.param("address", marks=pytest.mark.thorough)])
 def test_ctrl_c_ends_in_one_line(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOOL, "version 1")
     monkeypatch.setenv(CLAIMS, '["version 1"]')
