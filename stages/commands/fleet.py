@@ -24,7 +24,7 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2 import trust
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.errors import UserError
+from llama_npu2.errors import UserError, reason
 from llama_npu2.schema import load_json
 from stages.engine.code import Code
 from stages.engine.digests import Digests
@@ -66,7 +66,8 @@ def read_catalogue(path: Path, shared: Mapping[str, str]) -> list[dict[str, str]
     try:
         tables = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): give a TOML file of [[build]] tables") from None
+        why = reason(error) if isinstance(error, OSError | UnicodeDecodeError) else error
+        raise UserError(f"{path} cannot be read ({why}): give a TOML file of [[build]] tables") from None
     builds = tables.pop("build", None)
     if tables or not builds or not isinstance(builds, list):
         raise UserError(f"{path}: {next(iter(tables), 'it')} is no list of [[build]] tables, which it must have alone")

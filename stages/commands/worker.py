@@ -7,7 +7,6 @@ import sys
 from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
 from stages.graph import Build
-from stages.graph.build import LOCAL
 from stages.graph.worker import crew_here
 from stages.sharing.cluster import serve
 
@@ -15,7 +14,7 @@ from stages.sharing.cluster import serve
 def run(build: Build) -> bool:
     """Run workers until they are stopped. Raises UserError."""
     options = build.options
-    if not options.on or options.on == LOCAL:
+    if ":" not in options.on:
         raise UserError("a worker needs the address of a scheduler: on=tcp://HOST:PORT; dask scheduler starts one")
     if not options.cache:
         raise UserError("a worker needs the store of the builds that it works for: cache=REMOTE")

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
+from llama_npu2.options import OptionError
 from stages.engine import definitions
 from stages.engine.files import write_atomic
 from stages.engine.places import CONFIG, MANIFEST, PROVENANCE, STORE
@@ -33,6 +34,8 @@ class Build(Choices):
         options = self.options
         if not options.on:
             return super()._shared()
+        if options.on != LOCAL and ":" not in options.on:
+            raise OptionError("on", options.on, f"must be the address of a scheduler, as tcp://HOST:PORT, or {LOCAL}")
         if not (cache := options.cache or (str(self.artifacts / STORE) if options.on == LOCAL else "")):
             raise UserError(
                 f"on={options.on}: also give cache=REMOTE, through which files get to workers and back, as "

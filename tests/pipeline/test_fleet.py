@@ -341,6 +341,11 @@ def test_doit_worker_runs_steps_of_doit_compile(cluster: Grid, demo: Path, tmp_p
         assert (tmp_path / "artifacts/demo/cpu" / name).read_bytes() == (demo / name).read_bytes()
 
 
+def test_a_cluster_has_an_address(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="on=nonsense: must be the address of a scheduler"):
+        _ = build_of(tmp_path, on="nonsense").project
+
+
 def test_a_cluster_needs_a_store(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="also give cache=REMOTE"):
         _ = build_of(tmp_path, cache="").project
