@@ -1,4 +1,4 @@
-"""The classes of doit's words, of those that this project changes, to which the entry points of the package refer.
+"""The classes behind those of doit's words that this project changes. The entry points of the package name them.
 
 In a checkout of llama-npu2 they are those of its `stages.commands.verbs`; everywhere else doit's own.
 """

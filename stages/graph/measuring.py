@@ -35,8 +35,8 @@ class Measured:
 
     times: Times
     where: str
-    """The name of the machine and process; empty for this one."""
-    signer: str = ""
+    """The name of the machine and process."""
+    signer: str
 
 
 _ENTRY = record({"address": string, "times": record({"ttft": positive, "tpot": positive}), "where": string})

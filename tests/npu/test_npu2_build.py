@@ -22,6 +22,7 @@ from stages.air import parse_mlir, to_mlir, toggle_settling
 from stages.commands import doctor
 from stages.engine.places import KERNELS, OBJECTS
 from stages.kernels import kernels
+from stages.targets import forget_tools
 from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import known_good, objects, programs, toolchain
 from stages.targets.npu2.groupings import GROUPINGS
@@ -30,7 +31,7 @@ from stages.targets.npu2.modules import build_module
 from stages.targets.npu2.programs import kernel_name
 from tests.conftest import ROOT, build, doit, ran
 from tests.support.npu_shapes import DEMO, device_program, device_programs
-from tests.support.npu_tools import forget_tools, install, script
+from tests.support.npu_tools import install, script
 from tests.support.objects import PEANO_OBJECT
 
 FACTS = ROOT / "tests/support/aircc_options.txt"

@@ -10,8 +10,9 @@ import pytest
 
 from llama_npu2.errors import UserError
 from stages.air import limits
+from stages.targets import forget_tools
 from stages.targets.npu2 import objects, stack, static
-from tests.support.npu_tools import forget_tools, install
+from tests.support.npu_tools import install
 from tests.support.objects import PEANO_OBJECT, stack_object
 
 LIMIT = limits.STACK_BYTES - limits.CALLER_STACK_BYTES

@@ -37,6 +37,7 @@ from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outco
 from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
 from stages.proof.selftest.relink import relink
 from stages.proof.selftest.trial import DISPATCHES, judge
+from stages.targets import forget_tools
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.levels import VARIABLE
 from stages.targets.npu2.modules import sources
@@ -45,7 +46,6 @@ from stages.weights.formats import formats
 from tests.conftest import A_LLAMA, ROOT, build, doit, ran, unfinished
 from tests.npu import test_npu2_build
 from tests.support import pyxrt_standin
-from tests.support.npu_tools import forget_tools
 from tests.support.pyxrt_standin import install
 
 BUCKETS = (64, 128)

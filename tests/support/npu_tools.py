@@ -8,15 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from stages.targets.cpu import toolchain as host_toolchain
-from stages.targets.npu2 import toolchain
 from tests.conftest import ROOT
 from tests.support.objects import PEANO_OBJECT
-
-
-def forget_tools() -> None:
-    for find in (*toolchain.NPU_TOOLS.values(), toolchain.aiebu_asm, host_toolchain.host_compiler_fingerprint):
-        find.cache_clear()  # type: ignore[attr-defined]
 
 
 def script(path: Path, body: str) -> Path:
