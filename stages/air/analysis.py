@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import FixedBitwidthType, MemRefType, ModuleOp
@@ -269,6 +269,8 @@ class Fifo:
     """Identifies it."""
     space: int
     """The memory space of the buffer at the channel's other end."""
+    of_tiles: frozenset[int] = field(default=frozenset(), compare=False)
+    """The coordinates of a tile that say which entry it is."""
 
     @staticmethod
     def of(op: ChannelEnd, spaces: Mapping[tuple[str, type], int]) -> Fifo:
@@ -281,10 +283,10 @@ class Fifo:
         entry = [constant_of(index) for index in op.indices]
         suffix = "" if None in entry else f"[{', '.join(map(str, entry))}]"
         other = ChannelGetOp if isinstance(op, ChannelPutOp) else ChannelPutOp
-        return Fifo(name + suffix, spaces[name, other])
+        return Fifo(name + suffix, spaces[name, other], frozenset().union(*map(tile_axes, op.indices)))
 
     def axes(self) -> frozenset[int]:
-        return frozenset()
+        return self.of_tiles
 
 
 def sides(op: DmaMemcpyNdOp, where: str) -> tuple[Side, Side]:

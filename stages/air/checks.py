@@ -105,9 +105,8 @@ class _Checked(Segment):
         """Refuse tiles that write the same bytes."""
         if transfer.herd is None or transfer.dst.space == L1:
             return
-        if len(analysis.tiles_of(transfer.op, transfer.herd)) == 1:
-            return
-        missing = {axis for axis, size in enumerate(transfer.herd.shape()) if size > 1} - transfer.dst.axes()
+        places = zip(*analysis.tiles_of(transfer.op, transfer.herd), strict=True)
+        missing = {axis for axis, place in enumerate(places) if len({*place}) > 1} - transfer.dst.axes()
         if missing:
             axis = "column" if 0 in missing else "row"
             raise UserError(f"{self.where}: tiles that differ only in their {axis} write the same bytes")

@@ -15,6 +15,7 @@ from stages import air
 from stages.air import limits
 from stages.engine.lazy import np
 from stages.kernels import BF16, F32, Arg, Cost, add, gemv, grouped_gemv, rms_norm, signature, silu_and_mul
+from stages.kernels.tokens import ACTIVATIONS, ONE, Tokens, batched
 from stages.weights.constants import GROUP
 from stages.weights.cut import PARTS, SHARES, FeedForward
 
@@ -81,6 +82,9 @@ class Tiling:
 
     Of a layer's matrices only those of the feed-forward network are summed like this. The results of earlier ones would
     have to come back to all cores.
+
+    With several tokens there is a row of cores for each, because a core has no room for the sums of two. The cores of a
+    column receive the same chunks.
     """
 
     network: FeedForward
@@ -95,6 +99,8 @@ class Tiling:
     sandwich: bool = False
     """Whether the mixer's product comes, whose norm is added to the residual first, and the norm of the result is added
     at the end."""
+    tokens: Tokens = ONE
+    """The rows of `x`."""
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -142,7 +148,7 @@ class Tiling:
     @property
     def macs(self) -> int:
         cut = self.network.pairs
-        return SHARES * sum(self.network.chunks) * cut.lanes * cut.chunk_groups * GROUP
+        return self.tokens.count * SHARES * sum(self.network.chunks) * cut.lanes * cut.chunk_groups * GROUP
 
     @property
     def panel_vectors(self) -> int:
@@ -168,13 +174,16 @@ class Tiling:
     def __str__(self) -> str:
         cut = self.network.pairs
         return (
-            f"feed-forward {self.cols}, inside {SHARES} shares of {self.network.inner}, in groups: herd {SHARES}x1, "
+            f"feed-forward {self.cols}, inside {SHARES} shares of {self.network.inner}, in groups{self.tokens.text}: "
+            f"herd {SHARES}x{self.tokens.herd_rows}, "
             f"chunks of {cut.lanes}x{cut.chunk_groups * GROUP} in {cut.chunk_bytes} bytes, "
             f"{'+'.join(map(str, self.steps))} steps of {self.together}"
         )
 
 
-def tile(form: Format, cols: int, inner: int, norm: rms_norm.Norm, sandwich: bool = False) -> Tiling:
+def tile(
+    form: Format, cols: int, inner: int, norm: rms_norm.Norm, sandwich: bool = False, tokens: Tokens = ONE
+) -> Tiling:
     """Divide a feed-forward network into the largest steps that fit L2 as often as the compiler copies them.
 
     Raises UserError if a core's memory or L2 is too small.
@@ -185,7 +194,7 @@ def tile(form: Format, cols: int, inner: int, norm: rms_norm.Norm, sandwich: boo
     network: FeedForward = form.feed_forward(cols, inner)
     limits.require_any(what, limits.IN_L1, [network] if network.has_room(cols if sandwich else 0) else [])
     steps = limits.divisors(math.gcd(*network.chunks))
-    tilings = [Tiling(network, cols, norm, together, sandwich=sandwich) for together in steps]
+    tilings = [Tiling(network, cols, norm, together, sandwich=sandwich, tokens=tokens) for together in steps]
     cuttable = (p for p in tilings if all(map(limits.cuttable, p.steps)))
     tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
     return limits.require_any(what, limits.IN_L2, (p for p in tilings if _l2(p) <= limits.L2_BYTES))[0]
@@ -193,32 +202,45 @@ def tile(form: Format, cols: int, inner: int, norm: rms_norm.Norm, sandwich: boo
 
 def _l2(p: Tiling) -> int:
     """Return the bytes of L2 that a column's steps, with the compiler's copies, and the result take."""
-    return limits.copies(sum(p.steps)) * p.step_bytes + BF16 * p.cols * (1 + (len(p.rows) if p.sandwich else 0))
+    rows = p.tokens.count * (1 + (len(p.rows) if p.sandwich else 0))
+    return limits.copies(sum(p.steps)) * p.step_bytes + BF16 * p.cols * rows
 
 
 def build(tiling: Tiling) -> AirModule:
     """Build the AIR program with the arguments `gate_up`, `down`, those of `Tiling.rows`, and `out`.
 
     `gate_up`: i8 `[2 * panels][panel bytes]` (layout `shared_pairs`); `down`: i8 `[SHARES * panels][panel bytes]`
-    (layout `shared_lanes`); the others: bf16 `[cols]`.
+    (layout `shared_lanes`); the others: bf16 `[cols]`. With several tokens, activations have them as their first
+    dimension.
     """
     p = tiling
     matrices = {"gate_up": (2, p.network.pairs), "down": (SHARES, p.network.shares)}
     weights = {
         name: air.memref_type((count * cut.panels, cut.panel_bytes), "i8") for name, (count, cut) in matrices.items()
     }
-    b = air.Builder("feed_forward", weights | {name: air.memref_type((p.cols,)) for name in (*p.rows, "out")})
+    rows = {name: p.tokens.shape(p.cols) if name in ACTIVATIONS else (p.cols,) for name in (*p.rows, "out")}
+    b = air.Builder("feed_forward", weights | {name: air.memref_type(shape) for name, shape in rows.items()})
     with b.launch(), b.segment():
-        fed = b.channel((SHARES, 1), (SHARES, 1))
-        _feed(b, p, fed)
-        rows, end = b.channel((1, 1), (SHARES, 1)), b.channel((1, 1), (1, 1))
-        _send_rows(b, p, rows)
-        with b.herd(SHARES, 1) as (tx, ty):
-            _core(b, p, _Streams(fed, rows, b.cascade((SHARES - 1, 1)), end), (tx, ty))
-        with b.alloc(air.L2, (p.cols,)) as (out,):
-            b.get(end, (0, 0), out)
-            b.dma(b.args["out"].at((0, p.cols, 1)), out)
+        _launch(b, p)
     return b.finish()
+
+
+def _launch(b: Builder, p: Tiling) -> None:
+    count = p.tokens.count
+    fed = b.channel((SHARES, 1), (SHARES, count))
+    _feed(b, p, fed)
+    rows, end = b.channel((1, count), (SHARES, count)), b.channel((1, count), (1, count))
+    _send_rows(b, p, rows)
+    with b.herd(SHARES, count) as (tx, ty):
+        _core(b, p, _Streams(fed, rows, b.cascade((SHARES - 1, count)), end), (tx, ty))
+    with b.alloc(air.L2, (count, p.cols)) as (out,):
+        if count > 1:
+            with b.parallel(1, count) as (tx, ty):
+                b.get(end, (tx, ty), out.at((ty, 1, p.cols), (0, p.cols, 1)))
+        else:
+            b.get(end, (0, 0), out)
+        at = ((0, count, p.cols),) if count > 1 else ()
+        b.dma(b.args["out"].at(*at, (0, p.cols, 1)), out)
 
 
 @dataclass(frozen=True)
@@ -237,17 +259,27 @@ class _Streams:
 
 def _send_rows(b: Builder, p: Tiling, rows: Channel) -> None:
     """Send the rows to all cores. More than a channel of a shim can queue come by way of L2, on two channels."""
+    count = p.tokens.count
     if len(p.rows) <= limits.QUEUE_DEPTH:
-        for name in p.rows:
-            b.put(rows, (0, 0), b.args[name].at((0, p.cols, 1)))
+        for row in range(count):
+            for name in p.rows:
+                b.put(rows, (0, row), _rows(b, p, name, row))
         return
     staged = b.channel((2, 1), (2, 1))
     for number, name in enumerate(p.rows):
-        b.put(staged, (number % 2, 0), b.args[name].at((0, p.cols, 1)))
-    for number in range(len(p.rows)):
-        with b.alloc(air.L2, (p.cols,)) as (row,):
-            b.get(staged, (number % 2, 0), row)
-            b.put(rows, (0, 0), row)
+        b.put(staged, (number % 2, 0), _rows(b, p, name, 0, count))
+    for number, name in enumerate(p.rows):
+        several = name in ACTIVATIONS and count > 1
+        with b.alloc(air.L2, (count if several else 1, p.cols)) as (held,):
+            b.get(staged, (number % 2, 0), held)
+            for row in range(count):
+                b.put(rows, (0, row), held.at((row, 1, p.cols), (0, p.cols, 1)) if several else held)
+
+
+def _rows(b: Builder, p: Tiling, name: str, first: int, count: int = 1) -> MemRef:
+    """Return the rows of `count` tokens in an argument, or the one row that all tokens share."""
+    at = ((first, count, p.cols),) if p.tokens.count > 1 and name in ACTIVATIONS else ()
+    return b.args[name].at(*at, (0, p.cols, 1))
 
 
 def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
@@ -284,33 +316,36 @@ def _core(b: Builder, p: Tiling, streams: _Streams, tile: tuple[Index, Index]) -
             b.get(streams.fed, tile, chunk)
             b.call(p.variant, "feed_forward_step", chunk, normed, j, acc, inner, sums)
         for i in range(PARTS):
-            _join(b, p, streams.chain, tile[0], i, (x, sums, others, *after))
+            _join(b, p, streams.chain, tile, i, (x, sums, others, *after))
         with b.where(tile[0], "eq", LAST):
-            b.put(streams.end, (0, 0), x.at((0, p.cols, 1)))
+            b.put(streams.end, (0, tile[1]), x.at((0, p.cols, 1)))
 
 
-def _join(b: Builder, p: Tiling, chain: Channel, tx: Index, part: int, core: tuple[MemRef, ...]) -> None:
+def _join(
+    b: Builder, p: Tiling, chain: Channel, tile: tuple[Index, Index], part: int, core: tuple[MemRef, ...]
+) -> None:
     """Pass a part of the sums through a core. The last core writes the total over its `x`.
 
     `core`: its `x`, its own sums, the buffer for the sums of others, and of a sandwich the last norm's weight. Each
     core has a branch of its own, because the compiler needs constants for the cores at both ends of a transfer.
     """
     x, sums, others, *after = core
+    tx, ty = tile
     with b.where(tx, "eq", FIRST):
         b.call(p.variant, "feed_forward_first", x, part, sums, others)
     for column in range(FIRST + 1, LAST + 1):
         with b.where(tx, "eq", column):
-            b.get(chain, (column - 1, 0), others)
+            b.get(chain, (column - 1, ty), others)
             b.call(p.variant, "feed_forward_join", sums, part, others)
     for column in range(FIRST, LAST):
         with b.where(tx, "eq", column):
-            b.put(chain, (column, 0), others)
+            b.put(chain, (column, ty), others)
     with b.where(tx, "eq", LAST):
         ending = (sums, after[0], p.norm.eps) if after else ()
         b.call(p.variant, "feed_forward_last", others, part, x, *ending)
 
 
-KERNELS = (
+OF_A_TOKEN = (
     # Templates for `stages.kernels.grouped`: they exist only for weights in formats that the array reads as stored.
     signature(
         "feed_forward",
@@ -328,3 +363,5 @@ KERNELS = (
         host=False,
     ),
 )
+
+KERNELS = (*OF_A_TOKEN, *map(batched, OF_A_TOKEN))

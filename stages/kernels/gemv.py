@@ -11,6 +11,7 @@ from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, F32, Arg, Cost, add, bias, lanes, matrix, rms_norm, signature, silu_and_mul
+from stages.kernels.tokens import batched
 from stages.weights.formats.bf16 import padded_shape
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ def _accumulate(b: Builder, p: Tiling, x: MemRef, weight: MemRef, tile: tuple[Di
 _WEIGHT = matrix("weight")
 _PARAMS = "out_cols cols"
 
-KERNELS = (
+_OF_A_TOKEN = (
     signature(
         "gemv", (_WEIGHT, "x"), _PARAMS, reference, tiling=lambda s: tile(s["out_cols"], s["cols"]), program=build
     ),
@@ -310,4 +311,10 @@ KERNELS = (
         writes=(Arg("out", "f32", written=True),),
         source="gemv_rows",
     ),
+)
+
+# Templates, too: the array computes for several tokens with weights in groups alone.
+KERNELS = (
+    *_OF_A_TOKEN,
+    *(batched(kernel) for kernel in _OF_A_TOKEN if kernel.operation not in ("gemv_silu", "gemv_rows_f32")),
 )

@@ -14,7 +14,8 @@ and if the array reads the format (`Format.cut` is given: int4, int6 and int8)
 - on the host, kernels that read a vocabulary as it lies for the array: `int4_gemv_rows_f32` and `int4_embed_rows`
 - on the host, kernels that unpack the array's layouts for prefill (`UNPACKING`): `int4_unpack`, `int4_unpack_paired`,
   `int4_unpack_bfp16`, ...
-- on the array, `int4_feed_forward` and `int4_sandwich_feed_forward`.
+- on the array, `int4_feed_forward` and `int4_sandwich_feed_forward`
+- on the array, all of these for several tokens: `int4_batched_gemv`, `int4_batched_feed_forward`, ...
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from stages.kernels import (
     silu_and_mul,
 )
 from stages.kernels import embed as embedding
+from stages.kernels.tokens import ONE, Tokens, batched
 from stages.kernels.unpacking import unpacking
 from stages.weights.constants import GROUP, SHORT_GROUP
 from stages.weights.cut import Cut, padded_rows
@@ -198,7 +200,8 @@ def _products(
         args = _stored_args(kernel, stored, ({HOST_SET: "panels"} if kernel.host else {}) | array)
         if array == {_ARRAY_SET: _VOCABULARY_LAYOUT}:
             args = tuple(replace(arg, layouts=array) if arg.written else arg for arg in args)
-        yield replace(
+        tiling = _gemv_tiling(kernel, stored) if on_array else None
+        one = replace(
             kernel,
             stored=stored.name,
             activations=activations,
@@ -206,9 +209,12 @@ def _products(
             source=f"{named}_{kernel.source}" if kernel.source == experts.SOURCE else named,
             reference=reference(kernel, stored),
             tile_sources=_tile_sources(kernel) if on_array else (),
-            tiling=_gemv_tiling(kernel, stored) if on_array else None,
+            tiling=tiling,
             program=_gemv_program if on_array else None,
         )
+        yield one
+        if tiling:
+            yield batched(one, tiling)
 
 
 def _tile_sources(kernel: Kernel) -> tuple[str, ...]:
@@ -220,28 +226,29 @@ def _gemv_program(tiling: grouped_gemv.Tiling | bias.Biased) -> AirModule:
     return bias.program(grouped_gemv.build)(tiling) if isinstance(tiling, bias.Biased) else grouped_gemv.build(tiling)
 
 
-def _gemv_tiling(kernel: Kernel, stored: Format) -> Callable[[Sizes], grouped_gemv.Tiling | bias.Biased]:
+def _gemv_tiling(kernel: Kernel, stored: Format) -> Callable[..., grouped_gemv.Tiling | bias.Biased]:
     """Return `Kernel.tiling` of a product on the array. A bias for which L1 has no room is added afterwards."""
     cut, dtype, pairs = stored.cut, kernel.arg("out").format, ARRAY_LAYOUTS[kernel.name] == "paired_lanes"
     adds, biased = (any(arg.name == name for arg in kernel.args) for name in ("residual", "bias"))
     assert cut is not None
 
-    def tiling(sizes: Sizes) -> grouped_gemv.Tiling | bias.Biased:
+    def tiling(sizes: Sizes, tokens: Tokens = ONE) -> grouped_gemv.Tiling | bias.Biased:
         out_cols, cols = sizes["out_cols"], sizes["cols"]
         norm = rms_norm.Norm.of(sizes) if "eps" in sizes else None
         tile = functools.partial(grouped_gemv.tile, cut, out_cols, cols, dtype, pairs, norm, adds)
         if biased:
             try:
-                return tile(biased=True)
-            except UserError:
-                return bias.biased(tile(), 1, out_cols)
-        return replace(tile(), activation=sizes.get("activation", 0))
+                one = tile(biased=True)
+            except UserError:  # Several tokens then are rounded twice, too.
+                return bias.biased(tile(tokens=tokens), tokens.count, out_cols)
+            return one if tokens == ONE else tile(biased=True, tokens=tokens)
+        return replace(tile(tokens=tokens), activation=sizes.get("activation", 0))
 
     return tiling
 
 
-def _feed_forward(kernel: Kernel, stored: Format) -> Kernel:
-    """Return an array's kernel for a token's feed-forward network."""
+def _feed_forward(kernel: Kernel, stored: Format) -> Iterator[Kernel]:
+    """Yield the array's kernels for the feed-forward network of a token, and of several."""
     layouts = {"gate_up": "shared_pairs", "down": "shared_lanes"}
 
     def reference(gate_up: np.ndarray, down: np.ndarray, *rows: np.ndarray, **sizes: Any) -> np.ndarray:
@@ -249,12 +256,12 @@ def _feed_forward(kernel: Kernel, stored: Format) -> Kernel:
         result: np.ndarray = kernel.reference(*weights, *rows, *(sizes[p.name] for p in kernel.params[2:]))
         return result
 
-    def tiling(sizes: Sizes) -> feed_forward.Tiling:
+    def tiling(sizes: Sizes, tokens: Tokens = ONE) -> feed_forward.Tiling:
         sandwich = any(arg.name == "after" for arg in kernel.args)
-        cut = feed_forward.tile(stored, sizes["cols"], sizes["ffn"], rms_norm.Norm.of(sizes), sandwich)
+        cut = feed_forward.tile(stored, sizes["cols"], sizes["ffn"], rms_norm.Norm.of(sizes), sandwich, tokens)
         return replace(cut, activation=sizes.get("activation", 0))
 
-    return replace(
+    one = replace(
         kernel,
         stored=stored.name,
         args=tuple(
@@ -265,6 +272,7 @@ def _feed_forward(kernel: Kernel, stored: Format) -> Kernel:
         tiling=tiling,
         program=feed_forward.build,
     )
+    yield from (one, batched(one, tiling))
 
 
 def _vocabulary_kernels(stored: Format) -> Iterator[Kernel]:
@@ -342,7 +350,8 @@ def _kernels() -> Iterator[Kernel]:
         if stored.cut is not None:
             yield from _vocabulary_kernels(stored)
             yield from _unpacking_kernels(stored)
-            yield from (_feed_forward(kernel, stored) for kernel in feed_forward.KERNELS)
+            for kernel in feed_forward.OF_A_TOKEN:
+                yield from _feed_forward(kernel, stored)
 
 
 KERNELS = tuple(_kernels())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Cost, rms_norm, silu_and_mul
+from stages.kernels.tokens import ACTIVATIONS, ONE, Tokens
 from stages.weights.constants import BLOCK, GROUP
 from stages.weights.cut import Cut, padded_rows
 
@@ -24,6 +26,8 @@ class Tiling:
     A column's panels are contiguous, in the order in which its cores read them. The panels of a step come to L2 while
     those of the step before are read. `x` comes to all cores at once and stays in L1. Outputs stay there too, until the
     launch has computed all of them.
+
+    With several tokens, the cores of a column are given the same panels, and each has tokens of its own (`Tokens`).
     """
 
     cut: Cut
@@ -37,7 +41,7 @@ class Tiling:
     columns: int
     """Columns of the herd."""
     herd_rows: int
-    """Rows of the herd."""
+    """Cores of a column among which its panels are divided."""
     pairs: bool = False
     """Whether a core takes a panel of gate and one of up at a time, and computes one panel of their SwiGLU."""
     norm: rms_norm.Norm | None = None
@@ -48,6 +52,13 @@ class Tiling:
     """Whether a bias comes with `x` and is added to the product before it is rounded."""
     activation: int = 0
     """The gated activation, by its place in `ACTIVATIONS`."""
+    tokens: Tokens = ONE
+    """The rows of `x`. With several, `herd_rows` is 1."""
+
+    @property
+    def herd(self) -> tuple[int, int]:
+        """Columns and rows of the herd."""
+        return self.columns, self.herd_rows * self.tokens.herd_rows
 
     @property
     def panels(self) -> int:
@@ -84,7 +95,7 @@ class Tiling:
 
     @property
     def kept(self) -> int:
-        """Outputs that a core keeps during a launch."""
+        """Outputs of a token that a core keeps during a launch."""
         return limits.aligned(max(self.launches) * self.cut.lanes, BF16)
 
     @property
@@ -100,7 +111,7 @@ class Tiling:
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Arguments that come to every core: name -> elements."""
+        """Arguments that come to every core: name -> elements of a row."""
         sizes = {"norm": self.cols * bool(self.norm), "bias": self.out_cols * self.biased}
         sizes |= {"residual": self.out_cols * self.adds}
         return {"x": self.cols, **{name: size for name, size in sizes.items() if size}}
@@ -142,7 +153,7 @@ class Tiling:
 
     @property
     def macs(self) -> int:
-        return self.panels * self.cut.panels * self.cut.lanes * self.cols
+        return self.tokens.count * self.panels * self.cut.panels * self.cut.lanes * self.cols
 
     @property
     def costs(self) -> Mapping[str, Cost]:
@@ -164,10 +175,11 @@ class Tiling:
 
     def __str__(self) -> str:
         panels = "pairs of panels" if self.pairs else "panels"
-        told = {", of a norm": self.norm, ", bias": self.biased, ", residual": self.adds}
+        told = {self.tokens.text: True, ", of a norm": self.norm, ", bias": self.biased, ", residual": self.adds}
+        columns, rows = self.herd
         return (
             f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups{''.join(t for t in told if told[t])}: herd "
-            f"{self.columns}x{self.herd_rows}, {panels} of {self.cut.lanes} rows in {self.cut.chunks} chunks of "
+            f"{columns}x{rows}, {panels} of {self.cut.lanes} rows in {self.cut.chunks} chunks of "
             f"{self.cut.chunk_bytes} bytes, steps {'+'.join(map(str, self.launches))}"
         )
 
@@ -202,6 +214,7 @@ def tile(
     norm: rms_norm.Norm | None = None,
     adds: bool = False,
     biased: bool = False,
+    tokens: Tokens = ONE,
 ) -> Tiling:
     """Choose the number of cores with the least time: at some point loading one more takes longer than it saves.
 
@@ -214,11 +227,13 @@ def tile(
     herds = [
         (columns, rows)
         for columns in range(limits.COLUMNS, 0, -1)
-        for rows in range(limits.ROWS, 0, -1)
+        for rows in range(limits.ROWS if tokens == ONE else 1, 0, -1)
         if matrix.panels % (columns * rows) == 0
     ]
-    tilings = [Tiling(matrix, out_cols, cols, dtype, *herd, pairs, norm, adds, biased=biased) for herd in herds]
-    placeable = (p for p in tilings if all(_terminates(p.columns * p.herd_rows, steps) for steps in p.launches))
+    tilings = [
+        Tiling(matrix, out_cols, cols, dtype, *herd, pairs, norm, adds, biased=biased, tokens=tokens) for herd in herds
+    ]
+    placeable = (p for p in tilings if all(_terminates(math.prod(p.herd), steps) for steps in p.launches))
     tilings = limits.require_any(what, "a herd that the compiler can place", placeable)
     # L1 holds the outputs of a launch with everything else.
     tilings = limits.require_any(what, limits.IN_L1, (p for p in tilings if p.room >= p.kept * p.element))
@@ -255,7 +270,7 @@ def _operations(p: Tiling) -> float:
     products = p.panels * p.cut.chunks * p.costs["grouped_gemv_step"].scheduled
     stream = p.herd_rows * p.core_bytes
     longest = max(products, stream / _BYTES, p.columns * stream / _ARRAY_BYTES)
-    return len(p.launches) * p.columns * p.herd_rows * LOAD_OPERATIONS + p.steps * longest
+    return len(p.launches) * math.prod(p.herd) * LOAD_OPERATIONS + p.steps * longest
 
 
 def _l2(p: Tiling) -> int:
@@ -264,20 +279,24 @@ def _l2(p: Tiling) -> int:
     The compiler puts herds of up to `limits.ROWS` cores into one column, whose L2 then holds the panels of all.
     """
     panels = max(map(limits.copies, p.launches)) * p.herd_rows * p.core_bytes
-    outputs = p.herd_rows * p.kept * p.element
-    return (panels + outputs) * (p.columns if p.columns * p.herd_rows <= limits.ROWS else 1)
+    outputs = p.herd_rows * p.tokens.count * p.kept * p.element
+    return (panels + outputs) * (p.columns if math.prod(p.herd) <= limits.ROWS else 1)
 
 
 def build(tiling: Tiling) -> AirModule:
     """Build the AIR program with the arguments `weight`, `x`, `norm`, `bias` and `residual` if there are, and `out`.
 
     `weight`: i8 `[panels][panel bytes]` (layout `lanes` or `padded_lanes`; `paired_lanes` has twice as many panels);
-    `x`, `norm`: bf16 `[cols]`; `bias`, `residual`: bf16 `[out_cols]`; `out`: one row per lane of all panels.
+    `x`, `norm`: bf16 `[cols]`; `bias`, `residual`: bf16 `[out_cols]`; `out`: one row per lane of all panels. With
+    several tokens, `x`, `residual` and `out` have them as their first dimension.
     """
     p = tiling
     weight = air.memref_type((p.panels * p.cut.panels, p.cut.panel_bytes), "i8")
-    shapes = {"weight": weight} | {name: air.memref_type((size,)) for name, size in p.rows.items()}
-    b = air.Builder("gemv", shapes | {"out": air.memref_type((p.cut.panels * p.cut.lanes,), p.dtype)})
+    shapes = {"weight": weight}
+    shapes |= {
+        name: air.memref_type(p.tokens.shape(size) if name in ACTIVATIONS else (size,)) for name, size in p.rows.items()
+    }
+    b = air.Builder("gemv", shapes | {"out": air.memref_type(p.tokens.shape(p.cut.panels * p.cut.lanes), p.dtype)})
     start = 0
     for steps in p.launches:
         with b.launch(), b.segment():
@@ -288,17 +307,20 @@ def build(tiling: Tiling) -> AirModule:
 
 def _launch(b: Builder, p: Tiling, start: int, steps: int) -> None:
     """Compute the outputs of `steps` steps from step `start` on."""
-    lanes = p.cut.lanes
+    lanes, count = p.cut.lanes, p.tokens.count
     outputs, column = steps * lanes, p.steps * p.herd_rows * lanes
-    fed = b.channel((p.columns, p.herd_rows), (p.columns, p.herd_rows))
+    run = p.herd_rows * outputs
+    fed = b.channel((p.columns, p.herd_rows), p.herd)
     with b.alloc(air.L2, ((p.columns, p.herd_rows * p.core_bytes), "i8")) as (panels,), b.loop(steps) as step:
         _feed(b, p, fed, panels, step + start)
-    rows = b.channel((1, 1), (p.columns, p.herd_rows))
-    for name, size in p.rows.items():
-        b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
-    with b.alloc(air.L2, ((p.columns, p.herd_rows * outputs), p.dtype)) as (out,):
+    rows = b.channel((1, count), p.herd)
+    for token in range(count):
+        for name, size in p.rows.items():
+            own = ((token, 1, size),) if count > 1 and name in ACTIVATIONS else ()
+            b.put(rows, (0, token), b.args[name].at(*own, (0, size, 1)))
+    with b.alloc(air.L2, ((p.columns, count * run), p.dtype)) as (out,):
         with (
-            b.herd(p.columns, p.herd_rows) as tile,
+            b.herd(*p.herd) as tile,
             b.alloc(air.L1, (p.width,), ((p.sums,), "f32"), ((p.kept,), p.dtype)) as (x, acc, kept),
         ):
             b.get(rows, tile, x if p.width == p.cols else x.at((0, p.cols, 1)))
@@ -307,9 +329,13 @@ def _launch(b: Builder, p: Tiling, start: int, steps: int) -> None:
             # Sums that only the loop uses would be moved into it, and doubled. So this call is given them.
             b.call(p.variant, "grouped_gemv_begin", x, acc, *((p.norm.eps,) if p.norm else ()))
             _multiply(b, p, start, steps, fed, tile, x, acc, kept)
-            place = ((tile[0], 1, p.herd_rows * outputs), (0, steps, p.herd_rows * lanes), (tile[1], 1, lanes))
-            b.dma(out.at(*place, (0, lanes, 1)), kept if outputs == p.kept else kept.at((0, outputs, 1)))
-        b.dma(b.args["out"].at((0, p.columns, column), (start * p.herd_rows * lanes, p.herd_rows * outputs, 1)), out)
+            place: tuple[tuple[Number, int, int], ...]
+            place = ((tile[0], 1, run), (0, steps, p.herd_rows * lanes), (tile[1], 1, lanes), (0, lanes, 1))
+            if count > 1:
+                place = ((tile[0], 1, count * run), (tile[1], 1, run), (0, run, 1))
+            b.dma(out.at(*place), kept if outputs == p.kept else kept.at((0, outputs, 1)))
+        tokens = ((0, count, p.cut.panels * lanes),) if count > 1 else ()
+        b.dma(b.args["out"].at((0, p.columns, column), *tokens, (start * p.herd_rows * lanes, run, 1)), out)
 
 
 def _feed(b: Builder, p: Tiling, fed: Channel, panels: MemRef, step: Number) -> None:
@@ -328,7 +354,8 @@ def _multiply(
     It is one loop, because the compiler doubles the buffers that a loop fills, for each loop.
     """
     x, acc, kept = core
-    row = ((tile[0] * p.steps + start) * p.herd_rows + tile[1]) * p.cut.lanes if p.adds or p.biased else 0
+    within = tile[1] if p.tokens == ONE else 0
+    row = ((tile[0] * p.steps + start) * p.herd_rows + within) * p.cut.lanes if p.adds or p.biased else 0
     with b.loop(steps * p.core_chunks) as j, b.alloc(air.L1, ((p.cut.chunk_bytes,), "i8")) as (chunk,):
         b.get(fed, tile, chunk)
         b.call(p.variant, "grouped_gemv_step", chunk, x, j, *((row,) if p.adds or p.biased else ()), acc, kept)

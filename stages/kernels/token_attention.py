@@ -1,14 +1,14 @@
-"""Rotation and attention of one token on the array.
+"""Rotation and attention of a token, or of a few tokens at consecutive positions, on the array.
 
-It attends over the first `window` positions of an interleaved KV cache (the context bucket) and returns the cache's row
-with its own K and V.
+They attend over the first `window` positions of an interleaved KV cache (the context bucket) and return the cache's
+rows with their own K and V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama_npu2.artifact.plan import WHOLE, View
 from stages import air
@@ -27,10 +27,11 @@ from stages.kernels import (
     rope,
     signature,
 )
+from stages.kernels.tokens import ONE, PREFIX, Tokens
 from stages.weights.constants import POSITION
 
 if TYPE_CHECKING:
-    from stages.air import AirModule, Builder, Channel, Index, Variant
+    from stages.air import AirModule, Builder, Channel, Index, MemRef, Variant
 
 
 def reference(
@@ -76,6 +77,26 @@ def reference_norm(
     return reference(normed, table, pos, k, v, heads, kv_heads, scalar, sees)
 
 
+def _reference_batched(one: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Callable[..., Any]:
+    """Return the reference of attention of several tokens, each of which attends to those before it, too."""
+
+    def reference(
+        x: np.ndarray, table: np.ndarray, *norms: np.ndarray, pos: int, k: np.ndarray, v: np.ndarray, **scalars: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        outs, rows = [], []
+        for token, row_of_x in enumerate(x):
+            out, row = one(row_of_x[None], table, *norms, pos=pos + token, k=k, v=v, **scalars)
+            k, v = (
+                np.concatenate([cached[: pos + token], row[:, half].reshape(1, -1)])
+                for half, cached in enumerate((k, v))
+            )
+            outs.append(out)
+            rows.append(row)
+        return np.stack(outs), np.stack(rows)
+
+    return reference
+
+
 def normed_heads(
     x: np.ndarray, heads: int, q_norm: np.ndarray, k_norm: np.ndarray, eps: float, offset: float, once: int | bool
 ) -> np.ndarray:
@@ -99,6 +120,9 @@ class Tiling:
     Q, K and V of the token go to all cores, because a core has only two input streams, and the other one brings the
     cache. Each core rotates its group's heads, writes its part of the cache's row, and also puts that row into the tile
     of keys to which it belongs, because DDR may contain the old row or the new one when the tile is read.
+
+    With several tokens, the cores of a column are given the same keys and have tokens of their own (`Tokens`). Each
+    rotates K of all tokens, because later tokens attend to earlier ones.
     """
 
     window: int
@@ -115,6 +139,8 @@ class Tiling:
     """The norm of each head of Q and K before the rotation. Its two weights come in front of the table's row."""
     slides: bool = False
     """Whether positions are read from `view` on, else from the first."""
+    tokens: Tokens = ONE
+    """Tokens at consecutive positions."""
 
     @property
     def view(self) -> View:
@@ -142,6 +168,11 @@ class Tiling:
         return self.head_dim + POSITION * BF16 // F32
 
     @property
+    def fresh(self) -> int:
+        """Elements of the cache's rows of all tokens for a KV head, and of their positions after them."""
+        return self.tokens.count * (2 * self.head_dim) + limits.aligned(self.tokens.count * POSITION, BF16)
+
+    @property
     def steps(self) -> int:
         """Steps of a core's loop over the keys."""
         return self.window // self.tile_k
@@ -160,11 +191,13 @@ class Tiling:
         heads = {"HEADS": self.heads, "KV_HEADS": self.kv_heads}
         norm = {"NORM": 1, **self.norm.macros} if self.norm else {}
         slides = {"SLIDES": 1} if self.slides else {}
-        return air.Variant.of("token_attention", **heads, **sizes, **self.scores.macros, **norm, **slides)
+        several = {"TOKENS": self.tokens.count} if self.tokens != ONE else {}
+        return air.Variant.of("token_attention", **heads, **sizes, **self.scores.macros, **norm, **slides, **several)
 
     @property
     def macs(self) -> int:
-        return 2 * self.seen * self.tile_k * self.kv_heads * self.queries * self.head_dim
+        pairs = self.tokens.count * self.kv_heads * self.queries
+        return 2 * self.seen * self.tile_k * pairs * self.head_dim
 
     @property
     def seen(self) -> int:
@@ -177,13 +210,16 @@ class Tiling:
 
         It is that of `flash_attention` and `rope`, plus moving a group's rows into blocks and out of them.
         """
-        pairs = self.head_dim // 2
-        rotation = pairs // lanes(pairs) * ((self.group + 1) * 14 + 28)
-        rotation += (self.group + 1) * self.norm.vectors(self.head_dim) if self.norm else 0
         blocks, dims = self.queries // limits.BLOCK, self.head_dim // limits.BLOCK
         moved = 2 * self.group * dims
+        into_blocks = blocks * (14 * dims + 2) + moved // 2
+        begin = {"ta_init": Cost(vectors=self._rotation(self.group + 1) + into_blocks)}
+        if self.tokens != ONE:
+            share = 1 / self.tokens.count
+            queries = Cost(vectors=self._rotation(self.group) + into_blocks, share=share)
+            begin = {"ta_row": Cost(vectors=self._rotation(1)), "ta_queries": queries}
         return {
-            "ta_init": Cost(vectors=rotation + blocks * (14 * dims + 2) + moved // 2),
+            **begin,
             "ta_step": Cost(
                 2 * self.queries * self.tile_k * self.head_dim,
                 vectors=flash_attention.softmax_vectors(self.queries, self.tile_k),
@@ -192,11 +228,17 @@ class Tiling:
             "ta_out": Cost(vectors=blocks * (24 * dims + 43) + moved // 2),
         }
 
+    def _rotation(self, heads: int) -> int:
+        """Return the vector operations of the rotation of so many heads, and of their norm."""
+        pairs = self.head_dim // 2
+        rotation = pairs // lanes(pairs) * (heads * 14 + 28)
+        return rotation + (heads * self.norm.vectors(self.head_dim) if self.norm else 0)
+
     def __str__(self) -> str:
         return (
-            f"token_attention over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: herd "
-            f"{self.columns}x1, {self.tile_k} keys at a time{', of norms' if self.norm else ''}"
-            f"{', from the window on' if self.slides else ''}"
+            f"token_attention over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}"
+            f"{self.tokens.text}: herd {self.columns}x{self.tokens.herd_rows}, {self.tile_k} keys at a time"
+            f"{', of norms' if self.norm else ''}{', from the window on' if self.slides else ''}"
         )
 
 
@@ -239,21 +281,43 @@ def tile_sliding(
     return limits.require_any(what, limits.IN_L1, filter(_fits, tilings))[0]
 
 
+def several(one: Tiling, tokens: Tokens) -> Tiling:
+    """Return how the attention of several tokens is divided, given that of one: with the same tiles of keys.
+
+    So each has the bits that it has alone. Raises UserError if a core has no room for that.
+    """
+    what = f"{one}, of {tokens.count} tokens"
+    window = one.scores.positions(tokens.count, one.tile_k) if one.slides else one.window
+    rows = limits.divisors(tokens.count, 1, _TOKEN_ROWS)
+    # The compiler puts herds of two to four cores into one column, where the keys of two heads lose their order.
+    ways = [
+        replace(one, window=window, tokens=replace(tokens, each=tokens.count // count), columns=columns)
+        for count in rows
+        for columns in (one.columns if one.columns * count > limits.ROWS else 1,)
+    ]
+    return limits.require_any(what, limits.IN_L1, filter(_fits, ways))[0]
+
+
+_TOKEN_ROWS = 2
+"""Rows of cores among which tokens are divided: four streams lead from a column's cores to its memory tile, and one of
+them is for the cache's rows."""
+
+
 def _fits(p: Tiling) -> bool:
     """Return whether the buffers of a core fit L1.
 
-    In order: Q, K and V; the table's row; weights of norms; the cache's row; the result; queries and accumulators;
-    keys, values and scores, which the compiler copies because only the loop over the keys uses them; maxima and sums.
+    In order: Q, K and V, and the table's row, which the compiler copies where there are several; weights of norms; the
+    cache's row, and that of all tokens with their positions; the result; queries and accumulators, maxima and sums;
+    keys, values and scores, which the compiler copies because only the loop over the keys uses them.
     """
+    count, each = p.tokens.count, p.tokens.each
+    own = BF16 * (2 + p.group) * p.head_dim + (BF16 + F32) * p.queries * p.head_dim + 2 * F32 * p.queries
     return limits.fits_l1(
-        limits.aligned(BF16 * p.width),
-        limits.aligned(F32 * p.angles),
+        limits.aligned(BF16 * p.width) + limits.aligned(count * F32 * p.angles),
         BF16 * 2 * p.head_dim if p.norm else 0,
-        BF16 * 2 * p.head_dim,
-        BF16 * p.group * p.head_dim,
-        (BF16 + F32) * p.queries * p.head_dim,
+        BF16 * p.fresh if count > 1 else 0,
+        each * own,
         limits.copies(p.steps) * (BF16 * 2 * p.head_dim + F32 * p.queries) * p.tile_k,
-        2 * F32 * p.queries,
     )
 
 
@@ -263,19 +327,25 @@ def build(tiling: Tiling) -> AirModule:
     `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`. `table`: f32 `[head_dim + POSITION / 2]`, the row of the token's
     position, which follows the angles as i32. `q_norm`, `k_norm`: bf16 `[head_dim]`. `kv`: bf16
     `[window][kv_heads * 2 * head_dim]`, the cache in `view`. `out`: bf16 `[heads * head_dim]`. `row`: bf16
-    `[2 * kv_heads * head_dim]`, the position's row of the cache.
+    `[2 * kv_heads * head_dim]`, the position's row of the cache. With several tokens, `x`, `table`, `out` and `row`
+    have them as their first dimension.
     """
     p = tiling
     kv = p.kv_heads * 2 * p.head_dim
     # In the order in which a core uses them.
-    given = {"x": p.width, **(dict.fromkeys(_NORMS, p.head_dim) if p.norm else {}), "table": p.angles}
-    shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in given.items()}
-    shapes |= {"kv": (p.window, kv), "out": (p.heads * p.head_dim,), "row": (kv,)}
+    norms = dict.fromkeys(_NORMS, p.head_dim) if p.norm else {}
+    given = {"x": p.width, **norms, "table": p.angles}
+    shapes = {name: (size,) if name in norms else p.tokens.shape(size) for name, size in given.items()}
+    shapes |= {"kv": (p.window, kv), "out": p.tokens.shape(p.heads * p.head_dim), "row": p.tokens.shape(kv)}
     dtypes = {"table": "f32"}
     b = air.Builder(
         "token_attention", {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
     )
     for launch in range(p.passes):
+        if p.tokens != ONE:
+            with b.launch(), b.segment():
+                _attend_several(b, p, launch * p.columns)
+            continue
         with b.launch(), b.segment():
             rows = b.channel((1, 1), (p.columns, 1))
             for name, size in given.items():
@@ -286,6 +356,11 @@ def build(tiling: Tiling) -> AirModule:
 
 
 _NORMS = ("q_norm", "k_norm")
+
+
+def _norms(p: Tiling) -> tuple[str, ...]:
+    """Return the arguments of the weights of norms."""
+    return _NORMS if p.norm else ()
 
 
 def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_head: Index) -> None:
@@ -312,14 +387,74 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
             b.dma(b.args["out"].at((kv_head * width, width, 1)), out)
 
 
+def _attend_several(b: Builder, p: Tiling, first: int) -> None:
+    """Compute the attention of several tokens for a KV head a column, from head `first` on."""
+    count, d, width, kv = p.tokens.count, p.head_dim, p.group * p.head_dim, p.kv_heads * 2 * p.head_dim
+    herd = p.columns, p.tokens.herd_rows
+    rows = b.channel((1, 1), herd)
+    for name, size in (*((norm, d) for norm in _norms(p)), ("table", count * p.angles)):
+        b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
+    with b.loop(count) as i:
+        b.put(rows, (0, 0), b.args["x"].at((i, 1, p.width), (0, p.width, 1)))
+    with b.alloc(air.L2, (p.columns, count * 2 * d), (p.columns, count * width)) as results:
+        with b.herd(*herd) as tile:
+            _attend_own(b, p, rows, tile, first, results)
+        # The compiler cuts these transfers by column and drops an offset of that dimension, so the offset stays 0.
+        for name, size, whole, result in zip(("row", "out"), (2 * d, width), (kv, p.heads * d), results, strict=True):
+            b.dma(b.args[name].at((0, p.columns, size), (0, count, whole), (first * size, size, 1)), result)
+
+
+def _attend_own(
+    b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], first: int, results: Sequence[MemRef]
+) -> None:
+    """Rotate K of all tokens and the queries of a core's own, then compute the attention of these over all key tiles.
+
+    Args:
+        first: the KV head of the first column.
+        results: the cache's rows, and the results, each `[columns][tokens * elements]` in L2.
+    """
+    count, each, (tx, ty) = p.tokens.count, p.tokens.each, tile
+    d, k, width, kv_head = p.head_dim, p.tile_k, p.group * p.head_dim, tx + first
+    blocks = (p.queries // limits.BLOCK, d // limits.BLOCK, limits.BLOCK, limits.BLOCK)
+    of_token: list[tuple[int, ...] | tuple[tuple[int, ...], str]]
+    of_token = [blocks, ((p.queries, d), "f32"), ((2, p.queries), "f32")]
+    with (
+        b.alloc(air.L1, (p.fresh,), ((p.queries, k), "f32"), *of_token * each) as (fresh, scores, *buffers),
+        b.alloc(air.L1, *[(d,)] * len(_norms(p)), ((count * p.angles,), "f32"), (p.width,)) as (*norms, table, x),
+    ):
+        own = [(ty * each + token, buffers[3 * token : 3 * token + 3]) for token in range(each)]
+        for given in (*norms, table):
+            b.get(rows, tile, given)
+        of_norms = [(norm, p.norm.eps) for norm in norms] if p.norm else [(), ()]
+        for i in range(count):
+            b.get(rows, tile, x)
+            b.call(p.variant, "ta_row", x, table, kv_head, i, fresh, *of_norms[1])
+            for token, work in own:
+                b.call(p.variant, "ta_queries", x, table, kv_head, i, token, *work, *of_norms[0])
+        with b.loop(p.steps) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
+            b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
+            for token, work in own:
+                b.call(p.variant, "ta_step", fresh, token, j * k, kv, *work, scores)
+        with b.alloc(air.L1, (each * 2 * d,), (each * width,)) as own_results:
+            for number, (token, (q, acc, stats)) in enumerate(own):
+                b.call(p.variant, "ta_out", acc, stats, q, fresh, token, number, *own_results)
+            for result, own_result, size in zip(results, own_results, (2 * d, width), strict=True):
+                place = (tx, 1, count * size), (ty * each * size, each * size, 1)
+                b.dma(result.at(*place), own_result)
+
+
 def _tile(sizes: Sizes, norm: rms_norm.Norm | None = None) -> Tiling:
     tiling = tile(sizes["window"], sizes["heads"], sizes["kv_heads"], sizes["head_dim"], norm)
-    return replace(tiling, scores=flash_attention.Scores.of(sizes))
+    return _of_tokens(replace(tiling, scores=flash_attention.Scores.of(sizes)), sizes)
 
 
 def _sliding(sizes: Sizes, norm: rms_norm.Norm | None = None) -> Tiling:
     scores = flash_attention.Scores.of({**sizes, "window": flash_attention.ALL})
-    return tile_sliding(sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scores, norm)
+    return _of_tokens(tile_sliding(sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scores, norm), sizes)
+
+
+def _of_tokens(one: Tiling, sizes: Sizes) -> Tiling:
+    return several(one, Tokens(sizes["rows"])) if "rows" in sizes else one
 
 
 def _with_norm(tiled: Callable[[Sizes, rms_norm.Norm], Tiling]) -> Callable[[Sizes], Tiling]:
@@ -328,10 +463,10 @@ def _with_norm(tiled: Callable[[Sizes, rms_norm.Norm], Tiling]) -> Callable[[Siz
 
 KERNELS = tuple(
     signature(
-        name,
+        f"{prefix}{name}",
         ("x", Arg("table", "f32"), *norms, "kv"),
-        f"window pos {flash_attention.PARAMS}{scalars}",
-        computes,
+        f"{rows}window pos {flash_attention.PARAMS}{scalars}",
+        _reference_batched(computes) if prefix else computes,
         writes=("out", "row"),
         source="token_attention",
         attends=True,
@@ -344,4 +479,5 @@ KERNELS = tuple(
         ("token_attention", (), "", reference),
         ("norm_token_attention", _NORMS, f" {rms_norm.PARAMS}", reference_norm),
     )
+    for prefix, rows in (("", ""), (PREFIX, "rows "))
 )

@@ -72,7 +72,7 @@ def padded_shape(shape: Shape) -> Shape:
 def pad_rows(weight: np.ndarray, shape: Callable[[Shape], Shape] = padded_shape) -> np.ndarray:
     """Pad a vocabulary matrix with rows of zeros. Their logits are computed and never read."""
     padded = np.zeros(shape(weight.shape), weight.dtype)
-    padded[: len(weight)] = weight
+    padded[tuple(map(slice, weight.shape))] = weight
     return padded
 
 

@@ -15,6 +15,11 @@ def _padded_shape(shape: Shape) -> Shape:
     return (padded_rows(rows), *rest)
 
 
+def _padded_columns(shape: Shape) -> Shape:
+    *rows, columns = shape
+    return (*rows, padded_rows(columns))
+
+
 FORMAT = Format(
     "f32",
     "f32",
@@ -23,6 +28,7 @@ FORMAT = Format(
     layouts={
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
         # For the logits of a group-wise quantised vocabulary.
+        "padded_columns": Layout(_padded_columns, partial(pad_rows, shape=_padded_columns), serves=("plain",)),
         "padded_lanes": Layout(_padded_shape, partial(pad_rows, shape=_padded_shape), serves=("plain",)),
     },
 )

@@ -1,0 +1,86 @@
+"""How the array divides a step of a few tokens: each row of cores has tokens of its own, and all see each weight.
+
+A weight is read once for all tokens, since the cores of a column receive the same bytes. A core computes for a token
+just what it computes where there is one, in the same order, so that its bits are those of the token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stages.engine.lazy import np
+from stages.kernels import Kernel, Param, Sizes, Tiling
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a step, and how they are divided."""
+
+    count: int
+    """No more than there are rows of cores."""
+    each: int = 1
+    """Tokens of a core."""
+
+    @property
+    def herd_rows(self) -> int:
+        """Rows of cores that have tokens of their own."""
+        return self.count // self.each
+
+    def shape(self, *width: int) -> tuple[int, ...]:
+        """Return the shape of an activation of so many elements a token."""
+        return (self.count, *width) if self.count > 1 else width
+
+    @property
+    def text(self) -> str:
+        """What descriptions of launches say of several tokens."""
+        return f", {self.count} tokens" if self.count > 1 else ""
+
+
+ONE = Tokens(1)
+
+COUNTS = (4,)
+"""Numbers of tokens that programs can take at once. Two fit as well, but mlir-air of 2026-05-08 crashes on some
+of their attention every other time."""
+
+PREFIX = "batched_"
+"""What the names of kernels of several tokens begin with, after the format."""
+
+ACTIVATIONS = ("x", "residual", "out")
+"""Arguments of products of which each token has its own row."""
+
+
+def batched(kernel: Kernel, tiling: Callable[[Sizes, Tokens], Tiling] | None = None) -> Kernel:
+    """Return the array's kernel that computes for each of several tokens what `kernel` computes for one.
+
+    Its activations have the tokens as their first dimension, whose number is the parameter `rows`.
+
+    Args:
+        kernel: a product, or a feed-forward network, of one token.
+        tiling: divides a launch for some tokens. Raises UserError if that is impossible. None for a template.
+    """
+
+    def reference(*tensors: np.ndarray, **scalars: Any) -> np.ndarray:
+        names = [arg.name for arg in kernel.args if not arg.written]
+        scalars = {name: value for name, value in scalars.items() if name != "rows"}
+
+        def of(token: int) -> np.ndarray:
+            given = (t[token] if name in ACTIVATIONS else t for name, t in zip(names, tensors, strict=False))
+            computed: np.ndarray = kernel.reference(*given, **scalars)
+            return computed
+
+        return np.stack([of(token) for token in range(len(tensors[names.index("x")]))])
+
+    padded = {"aie2p": "padded_columns"}
+    args = tuple(replace(arg, layouts=padded) if arg.written and arg.layouts else arg for arg in kernel.args)
+    return replace(
+        kernel,
+        args=args,
+        operation=f"{PREFIX}{kernel.operation}",
+        params=(Param("rows"), *kernel.params),
+        reference=reference,
+        host=False,
+        tiling=tiling and (lambda sizes: tiling(sizes, Tokens(sizes["rows"]))),
+        program=kernel.program if tiling else None,
+    )
