@@ -62,7 +62,7 @@ def estimates(build: Build, names: set[str]) -> dict[str, Any]:
     from stages.targets.npu2.modules import build_module
 
     config = read_config(build.directory / CONFIG)
-    grouping = build.target.grouping(build.grouping_name)
+    grouping = build.whole_grouping
     entries = programs(config, grouping, build.buckets, build.policy, build.positions)
     return {
         program.name: price.description(build_module(program, config.dimensions()))

@@ -77,6 +77,7 @@ class Build(Choices):
             "activations": policy.activations,
             "npu.grouping": self.grouping_name,
             **({"npu.matmul": policy.matmul, "npu.buckets": options.buckets} if self.target.static else {}),
+            **({"npu.tokens": options.tokens} if self.target.static and options.tokens else {}),
             **({"context": str(options.context)} if options.context else {}),
         }
         names = ("model", "revision", "lora", "ignore") if checkpoint else ()

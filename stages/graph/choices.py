@@ -234,7 +234,21 @@ class Choices:
     def grouping(self) -> Grouping:
         """The grouping for the formats of the weights."""
         config = known_config(self.source, self.directory / CONFIG)
-        return self.target.grouping(self.grouping_name).of(config, self.policy)
+        grouping = self.whole_grouping.of(config, self.policy)
+        if grouping.counts and not grouping.tokens:
+            wanted = "the weights of all layers alike in int4, int6 or int8, and npu.grouping=fused"
+            raise UserError(f"npu.tokens={self.options.tokens}: several tokens at once take {wanted}")
+        if grouping.counts and config.decoder.logits_scale != 1:
+            raise UserError(
+                f"npu.tokens={self.options.tokens}: {config.family} scales logits, one row at a time: leave it out"
+            )
+        return grouping
+
+    @property
+    def whole_grouping(self) -> Grouping:
+        """The grouping for any formats of the weights."""
+        counts = self.options.token_counts() if self.target.static else ()
+        return replace(self.target.grouping(self.grouping_name), counts=counts)
 
     @property
     def grouping_name(self) -> str:
@@ -253,6 +267,7 @@ class Choices:
             "calibrate": Path(options.calibrate).name,
             "ignore": options.ignore,
             "buckets": self.buckets,
+            **({"tokens": self.whole_grouping.counts} if self.whole_grouping.counts else {}),
             "context": self.context,
             "grouping": self.grouping_name,
         }

@@ -29,6 +29,7 @@ from llama_npu2.options import (
     options_of,
 )
 from stages.kernels import ACTIVATIONS, KV_FORMATS
+from stages.kernels.tokens import COUNTS
 
 INCLUDE = "weights"
 """What `push` and `cache=` give to others only if asked, where the checkpoint is not public."""
@@ -85,6 +86,7 @@ class Options(Sampling, Running, Answering, Listening, Signers):
     calibrate: str = _option("calibrate")
     context: int = _option("context")
     buckets: str = _option("buckets")
+    tokens: str = _option("tokens")
     grouping: str = _option("grouping")
     matmul: str = _option("matmul", choices=MATMULS)
     cache: str = _option("cache")
@@ -117,6 +119,7 @@ class Options(Sampling, Running, Answering, Listening, Signers):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.bucket_list()
+        self.token_counts()
         self.peer_list()
 
     def bucket_list(self) -> tuple[int, ...]:
@@ -130,6 +133,12 @@ class Options(Sampling, Running, Answering, Listening, Signers):
         if bad := [bucket for bucket in buckets if bucket < 64 or bucket % 64]:
             raise OptionError("npu.buckets", self.buckets, f"{bad[0]} is not a positive multiple of 64")
         return tuple(buckets)
+
+    def token_counts(self) -> tuple[int, ...]:
+        """Return how many tokens of a text programs take, besides one. Raises UserError."""
+        if self.tokens not in ("", *map(str, COUNTS)):
+            raise OptionError("npu.tokens", self.tokens, f"must be {' or '.join(map(str, COUNTS))}")
+        return (int(self.tokens),) if self.tokens else ()
 
     def peer_list(self) -> tuple[str, ...]:
         """Return the programs to compare with. Raises UserError."""

@@ -83,7 +83,7 @@ class Wiring:
         self.build, self.options, self.target = build, build.options, build.target
         self.directory = build.directory
         self.grouping_name = build.grouping_name
-        self.grouping = self.target.grouping(self.grouping_name)
+        self.grouping = build.whole_grouping
 
     @cached_property
     def host_sets(self) -> tuple[str, ...]:

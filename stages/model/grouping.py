@@ -51,6 +51,8 @@ class Group:
     """Whether its shapes depend on the bucket."""
     windowed: bool = False
     """Whether its shapes depend on the context bucket of the KV cache that it attends over."""
+    several: bool = False
+    """Whether its shapes depend on how many tokens of a text it takes."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class Grouping:
     """The grouping in place of this one where weights are stored so that one product can multiply with several."""
     row_logits: Chain | None = None
     """The parts that compute the logits of several rows at once, after a prompt's layers; None if rows take turns."""
+    tokens: Chain | None = None
+    """The parts that compute for a few tokens of a text what those of `token` do for one, with the same bits."""
+    counts: tuple[int, ...] = ()
+    """How many tokens `tokens` takes: there are programs for each of these numbers."""
 
     @property
     def attends(self) -> bool:
@@ -73,11 +79,13 @@ class Grouping:
     @property
     def chains(self) -> tuple[Chain, ...]:
         """The chains of all phases."""
-        return (self.prompt, self.token, *filter(None, [self.row_logits]))
+        return (self.prompt, self.token, *filter(None, [self.row_logits, self.tokens if self.counts else None]))
 
     def of(self, config: Config, policy: Policy) -> Grouping:
         """Return the grouping for a policy: this one or `joined`."""
-        return self.joined if self.joined and joins(config, policy) else self
+        if not self.joined or not joins(config, policy):
+            return self
+        return replace(self.joined, counts=self.counts) if self.counts else self.joined
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,10 @@ class Program:
     """For each part, the program's slot by the part's."""
     host: bool
     bucket: int | None = None
-    """Rows that its shapes are fixed to; None where rows are known at run time only."""
+    """Rows that its shapes are fixed to, of a prompt or several tokens; None for a token, or where rows are known at
+    run time only."""
+    several: bool = False
+    """Whether it takes several tokens, with the arithmetic of one."""
     context: int | None = None
     """Positions of the KV cache that its shapes are fixed to; None where it attends over none, or is `sliding`."""
     sliding: Sliding | None = None
@@ -153,6 +164,14 @@ def context_buckets(positions: int) -> list[int]:
     """
     doubled = list(itertools.takewhile(lambda size: size < positions, (CONTEXT_BUCKET << i for i in itertools.count())))
     return [*doubled, -(-positions // CONTEXT_BUCKET) * CONTEXT_BUCKET]
+
+
+def tokens_context_buckets(positions: int) -> list[int]:
+    """Return the context buckets of programs of several tokens, ascending: every third of a token's.
+
+    They are few for the same reason as those of prompts.
+    """
+    return context_buckets(positions)[::-PROMPT_STEP][::-1]
 
 
 def prompt_context_buckets(bucket: int, positions: int) -> list[int]:
@@ -259,11 +278,12 @@ def programs(
 ) -> list[Program]:
     """Return every program, those of groups first.
 
-    A prompt's groups have one for each bucket; groups that attend over the KV cache have one for each context bucket,
-    those of a prompt one for each bucket and context bucket. A token that sees a window has one program for all context
-    buckets that are longer than the view of what it sees. Layers of one kind share theirs. Programs do not depend on
-    how many layers there are, only on their kinds and on those that a policy names. TypeError where a group cannot be
-    one program, because it would need other slots at another place.
+    A prompt's groups have one for each bucket, those of several tokens one for each number of them; groups that attend
+    over the KV cache have one for each context bucket, those of a prompt or of several tokens one for each of both. A
+    token that sees a window has one program for all context buckets that are longer than the view of what it sees.
+    Layers of one kind share theirs. Programs do not depend on how many layers there are, only on their kinds and on
+    those that a policy names. TypeError where a group cannot be one program, because it would need other slots at
+    another place.
 
     Args:
         positions: positions of the KV cache.
@@ -285,7 +305,9 @@ def programs(
             joined[program.entry] = _with_results_of_both(before, program)
     entries = ((group, entry) for group in grouping.groups for entry, of in group_of.items() if of == group)
     of_groups = [
-        sized for group, entry in entries for sized in _sized(config, joined[entry], group, buckets, positions)
+        sized
+        for group, entry in entries
+        for sized in _sized(config, joined[entry], group, grouping.counts if group.several else buckets, positions)
     ]
     return of_groups + [program for program in joined.values() if program.host]
 
@@ -297,28 +319,34 @@ _READERS = 24
 def _sized(config: Config, program: Program, group: Group, buckets: Sequence[int], positions: int) -> Iterator[Program]:
     """Yield a group's program in every size, named after bucket and context bucket; last the one that slides.
 
+    `buckets`: numbers of rows.
+
     A prompt's first context bucket, which follows from the bucket, is left out of the name.
     """
-    for bucket in buckets if group.prompt and buckets else (None,):
+    for bucket in buckets if (group.prompt and buckets) or group.several else (None,):
         sizes: Sequence[int | None] = (None,)
         if group.windowed:
-            sizes = prompt_context_buckets(bucket, positions) if bucket else context_buckets(positions)
-        sliding = None if bucket else _sliding(config, program)
+            sizes = context_buckets(positions)
+            if bucket:
+                several = tokens_context_buckets(positions)
+                sizes = several if group.several else prompt_context_buckets(bucket, positions)
+        sliding = None if group.prompt else _sliding(config, program, bucket or 1)
         kept = [size for size in sizes if not size or not sliding or size <= sliding.window]
         for number, context in enumerate(kept):
-            named_context = context if number or not bucket else None
+            named_context = context if number or not group.prompt or not bucket else None
             name = ".".join([program.name, *(str(size) for size in (bucket, named_context) if size)])
-            yield replace(program, name=name, bucket=bucket, context=context)
+            yield replace(program, name=name, bucket=bucket, context=context, several=group.several)
         if sliding and len(kept) < len(sizes):
-            yield replace(program, name=f"{program.name}.{WINDOW}", sliding=sliding)
+            name = ".".join([program.name, *(str(size) for size in (bucket, WINDOW) if size)])
+            yield replace(program, name=name, bucket=bucket, sliding=sliding, several=group.several)
 
 
-def _sliding(config: Config, program: Program) -> Sliding | None:
-    """Return how a token's program reads just what its window sees.
+def _sliding(config: Config, program: Program, rows: int) -> Sliding | None:
+    """Return how a program of so many tokens reads just what its window sees.
 
     It is None if the program has no window, or the array cannot do it.
     """
-    sizes = {**config.dimensions(), "seq": 1, "max_seq": 1, "window": 0, "pos": 0}
+    sizes = {**config.dimensions(), "seq": rows, "max_seq": rows, "window": 0, "pos": 0}
     for launch in (launch for part in program.parts for launch in part.launches):
         if launch.kernel.sliding and launch.scalars.get("sees", ALL) != ALL:
             with contextlib.suppress(UserError):

@@ -21,6 +21,7 @@ from llama_npu2.artifact.plan import (
     LOGITS,
     PREFILL,
     PREFILL_CHUNK,
+    TOKENS,
     WHOLE,
     WINDOW,
     BufferRef,
@@ -46,6 +47,7 @@ from stages.model.grouping import (
     entry_of,
     programs,
     prompt_context_buckets,
+    tokens_context_buckets,
 )
 from stages.model.lifetimes import LaunchAccess, places
 from stages.model.part import HISTORY, KV, Dim, Launch, Slot, resolved
@@ -119,8 +121,9 @@ def make_plan(
     Phases are `prefill_chunk` (without logits), `prefill` and `decode`. With buckets they are `prefill@<bucket>`, from
     position 0 on, `prefill@<bucket>@<context>`, from where the bucket ends in that context bucket, and `decode`, or
     `decode@<context>` where device programs attend for a token. `logits@<rows>` computes the logits of rows that a
-    prompt's layers have processed, where the grouping says so. TypeError where programs want one buffer in ways that
-    exclude each other, UserError where the policy names what the model does not have.
+    prompt's layers have processed, where the grouping says so; `tokens@<rows>@<context>` takes several tokens.
+    TypeError where programs want one buffer in ways that exclude each other, UserError where the policy names what the
+    model does not have.
 
     Args:
         kernel_set: the kernels whose layouts device programs read.
@@ -169,6 +172,9 @@ class _Planner:
             self._add_phase(DECODE._replace(context=context), token, context=context)
         if not self.context_buckets:
             self._add_phase(DECODE, token)
+        if self.grouping.tokens:
+            for count, context in itertools.product(self.grouping.counts, tokens_context_buckets(self.config.max_seq)):
+                self._add_phase(Phase(TOKENS, count, context), self.grouping.tokens, count, context)
         if self.buckets:
             self._share_memory()
         return self.result

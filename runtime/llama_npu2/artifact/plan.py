@@ -64,8 +64,10 @@ class View(NamedTuple):
 WHOLE, FROM_POSITION, LAST_ROW = View(), View("pos"), View("last")
 
 PHASE_TEXT = text(
-    r"decode(@[1-9][0-9]{0,8})?|prefill(_chunk|@[1-9][0-9]{0,6}(@[1-9][0-9]{0,8})?)?|logits@[1-9][0-9]{0,6}",
-    "decode, decode@POSITIONS, prefill, prefill_chunk, prefill@ROWS, prefill@ROWS@POSITIONS or logits@ROWS",
+    r"decode(@[1-9][0-9]{0,8})?|prefill(_chunk|@[1-9][0-9]{0,6}(@[1-9][0-9]{0,8})?)?|logits@[1-9][0-9]{0,6}"
+    r"|tokens@[1-9][0-9]{0,6}@[1-9][0-9]{0,8}",
+    "decode, decode@POSITIONS, prefill, prefill_chunk, prefill@ROWS, prefill@ROWS@POSITIONS, logits@ROWS or "
+    "tokens@ROWS@POSITIONS",
 )
 """Checks that a JSON value is the text of a phase."""
 
@@ -73,13 +75,13 @@ PHASE_TEXT = text(
 class Phase(NamedTuple):
     """Prefill, decode or logits in one size; phases of one kind are ordered by size.
 
-    As text `prefill`, `prefill_chunk`, `prefill@ROWS`, `prefill@ROWS@CONTEXT`, `decode`, `decode@CONTEXT` or
-    `logits@ROWS`.
+    As text `prefill`, `prefill_chunk`, `prefill@ROWS`, `prefill@ROWS@CONTEXT`, `decode`, `decode@CONTEXT`,
+    `logits@ROWS` or `tokens@ROWS@CONTEXT`.
     """
 
     kind: str
-    """`prefill`, `prefill_chunk` (a prefill without logits), `decode`, or `logits` (of several rows at once, which a
-    prefill has processed)."""
+    """`prefill`, `prefill_chunk` (a prefill without logits), `decode`, `logits` (of several rows at once, which a
+    prefill has processed), or `tokens` (several tokens of a text, each with the bits that `decode` gives it)."""
     rows: int = 0
     """The bucket of a prefill: the rows that its programs are compiled for. 0: any number of rows. Of `logits` the most
     rows."""
@@ -106,6 +108,9 @@ class Phase(NamedTuple):
 
 PREFILL, PREFILL_CHUNK, DECODE = Phase("prefill"), Phase("prefill_chunk"), Phase("decode")
 """The phases of programs that take any number of rows and positions."""
+
+TOKENS = "tokens"
+"""The kind of the phases that process several tokens of a text, and compute the logits after each."""
 
 LOGITS = Phase("logits")
 """The kind of the phase that computes logits of several rows: the first ones of what the last layer has written."""

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from llama_npu2.artifact.plan import DECODE, PREFILL, Phase
+from llama_npu2.artifact.plan import DECODE, PREFILL, TOKENS, Phase
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,25 @@ class Chunks:
             if phase.kind == PREFILL.kind:
                 buckets.setdefault(phase.rows, []).append(phase)
         return list(buckets.items())
+
+    @cached_property
+    def _several(self) -> list[Phase]:
+        """The phases of several tokens, the fastest first."""
+        several = (phase for phase in self.milliseconds if phase.kind == TOKENS)
+        return sorted(several, key=lambda phase: self.milliseconds[phase])
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a text that a step takes, each with the bits that it has alone."""
+        return max((phase.rows for phase in self._several), default=1)
+
+    def tokens_phase(self, position: int, count: int) -> Phase | None:
+        """Return the phase that takes `count` tokens from `position` on in the least time, if there is one.
+
+        It may take more tokens than that, whose K and V need room, too.
+        """
+        reach = (phase for phase in self._several if phase.rows >= count and position + phase.rows <= phase.context)
+        return next(reach, None)
 
     def cheapest(self, start: int, end: int) -> list[Chunk]:
         """Return chunks for the tokens at the positions `start` to `end` - 1: prefills, then tokens one by one."""

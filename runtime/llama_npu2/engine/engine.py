@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import repeat
 from math import inf
 from operator import setitem
 from typing import TYPE_CHECKING, Any, Self
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import DECODE, PREFILL, PREFILL_CHUNK, Phase, sizes
+from llama_npu2.artifact.plan import DECODE, PREFILL, PREFILL_CHUNK, TOKENS, Phase, sizes
 from llama_npu2.devices import Call, Submission, open_device
 from llama_npu2.devices.spans import Recorder, Timer
 from llama_npu2.engine.chunks import Chunk, Chunks, decode_phase
@@ -128,8 +129,10 @@ class Engine:
         from llama_npu2.engine.turns import TurnSteps
 
         def process(phase: Phase, tokens: Sequence[int], position: int) -> np.ndarray:
+            if phase.kind == TOKENS:
+                return self._run_tokens(phase, tokens, position)
             self._run_at(phase, tokens, position)
-            return self._logits
+            return self._logits[None]
 
         return TurnSteps(self.manifest, self.memory, self._blocks, self._chunks, process)
 
@@ -352,6 +355,24 @@ class Engine:
         self._timed("host", "copy tokens", setitem, self._tokens, slice(len(ids)), ids)
         run = (calls or self._phases[phase]).run
         self._timed("phase", str(phase), run, len(ids), position, about=about)
+
+    def _run_tokens(self, phase: Phase, ids: Sequence[int], position: int) -> np.ndarray:
+        """Process tokens with a phase of several; return the logits after each, `[tokens, vocab]`.
+
+        Those that the phase takes besides are computed and never read.
+        """
+        self._run_at(phase, [*ids, *repeat(ids[-1], phase.rows - len(ids))], position)
+        return self._row_logits_of_tokens[: len(ids)]
+
+    @cached_property
+    def _row_logits_of_tokens(self) -> np.ndarray:
+        rows: np.ndarray = self.memory.array("row_logits")[:, : self.manifest.model["vocab"]]
+        return rows
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of one text that a step takes with logits after each, so that drafts can be checked."""
+        return self.steps.rows if self.holds_many else self._chunks.most_tokens
 
     def _copied_logits(self) -> np.ndarray:
         logits: np.ndarray = self._timed("host", "copy logits", self._logits.copy)

@@ -97,7 +97,7 @@ class Llama(Engine):
         self._serving: Serving | None = None
         self._free = Lock()
         self._drafting = Drafting(small, self) if small else None
-        self.speculate, self._pace, self._chances = self.holds_many, Pace(), Chances()
+        self.speculate, self._pace, self._chances = self.most_tokens > 1, Pace(), Chances()
 
     @property
     def description(self) -> str:
@@ -377,7 +377,9 @@ class Llama(Engine):
         # What is traced or profiled are the phases, in which tokens come one by one.
         if not drafts or self._traced or self._timed.recorder or self._keep(ids) < len(ids) - 1:
             return [], self._logits_after(ids)[None]
-        (drafted,) = drafts.draft([Wanted(generation, ids, self.context_length - len(ids))], self.steps.rows - 1)
+        (drafted,) = drafts.draft([Wanted(generation, ids, self.context_length - len(ids))], self.most_tokens - 1)
+        if not self.holds_many and not self._chunks.tokens_phase(len(ids) - 1, 1 + len(drafted)):
+            drafted = []
         started = time.perf_counter()
         logits = self._drafts_checked(ids, drafted) if drafted else self._logits_after(ids)[None]
         self._pace.note(len(logits), len(logits), time.perf_counter() - started)
@@ -400,11 +402,16 @@ class Llama(Engine):
         Drafts that are not chosen are forgotten later, because whoever takes a piece of the reply may use the model,
         and its context, before the next row is looked at.
         """
-        position, count = len(ids) - 1, 1 + len(drafted)
-        table = range(-(-(position + count) // BLOCK_POSITIONS))
-        logits = self.steps.step([Run([ids[-1], *drafted], position, table, count)]).copy()
-        self._cached += [ids[-1], *drafted]
-        return logits
+        position, tokens = len(ids) - 1, [ids[-1], *drafted]
+        if self.holds_many:
+            table = range(-(-(position + len(tokens)) // BLOCK_POSITIONS))
+            logits = self.steps.step([Run(tokens, position, table, len(tokens))])
+        else:
+            phase = self._chunks.tokens_phase(position, len(tokens))
+            assert phase
+            logits = self._run_tokens(phase, tokens, position)
+        self._cached += tokens
+        return logits.copy()
 
     def engine(self, *, speculate: bool = True) -> Serving:
         """Return an async engine, which generates many replies at once. Close it, or use it in a `with` block.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BLOCK_POSITIONS, Phase
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, TOKENS, Phase
 from llama_npu2.engine.chunks import Chunks, Recipe
 from llama_npu2.engine.memory import CacheRows, Memory
 from llama_npu2.engine.step import Run
@@ -60,8 +60,8 @@ class TurnSteps:
             memory: the buffers on the device.
             blocks: how many the host holds.
             chunks: the phases that process a prompt.
-            process: runs a phase for tokens from a position on; returns f32 logits `[vocab]` after the last one, valid
-                until the next call.
+            process: runs a phase for tokens from a position on; returns f32 logits `[n, vocab]` after the last one, or
+                after each of several tokens, valid until the next call.
         """
         self.blocks, self.recipe = blocks, Recipe(chunks)
         self.rows = max(phase.rows or 1 for phase in chunks.milliseconds)
@@ -82,27 +82,29 @@ class TurnSteps:
         return tokens_of_turn(self._copying, self._token)
 
     def step(self, runs: Sequence[Run]) -> np.ndarray:
-        """Process rows, as `Steps.step` says: one run after the other, each by its phase. Its last row may have logits.
+        """Process rows, as `Steps.step` says: one run after the other, each by its phase.
+
+        Its last row may have logits, or all of them where the phase is one of several tokens.
 
         Raises:
             ValueError: if a run says no phase, or names tokens or blocks that are not there. Nothing was stored then.
         """
         for run in runs:
             self._check(run)
-        logits = [row for run in runs if (row := self._run(run)) is not None]
-        return np.stack(logits) if logits else np.empty((0, self._vocabulary), np.float32)
+        return np.concatenate([np.empty((0, self._vocabulary), np.float32), *map(self._run, runs)])
 
     def _check(self, run: Run) -> None:
         end = run.position + len(run.tokens)
         reached = run.blocks[: -(-end // BLOCK_POSITIONS)]
-        if run.phase is None or not run.tokens or run.position < 0 or not 0 <= run.logits <= 1 or run.hidden:
+        most = len(run.tokens) if run.phase and run.phase.kind == TOKENS else 1
+        if run.phase is None or not run.tokens or run.position < 0 or not 0 <= run.logits <= most or run.hidden:
             raise ValueError(f"a run of {len(run.tokens)} rows from {run.position} on in {run.phase}")
         if len(reached) * BLOCK_POSITIONS < end or not all(0 <= block < self.blocks for block in reached):
             raise ValueError(f"a run up to {end} has no table of blocks below {self.blocks}")
         if min(run.tokens) < 0 or max(run.tokens) >= self._vocabulary:
             raise ValueError(f"a token is outside the vocabulary of {self._vocabulary}")
 
-    def _run(self, run: Run) -> np.ndarray | None:
+    def _run(self, run: Run) -> np.ndarray:
         assert run.phase
         started = time.perf_counter()
         if self._load(run.blocks, run.position):
@@ -112,7 +114,7 @@ class TurnSteps:
         if len(run.tokens) == 1:
             self._token += (_NEWEST if self._token else 1) * (time.perf_counter() - started - self._token)
         self._store(run.blocks, run.position, run.position + len(run.tokens))
-        return logits.copy() if run.logits else None
+        return logits[len(logits) - run.logits :].copy()
 
     def _load(self, table: Sequence[int], position: int) -> bool:
         """Fill the device's cache up to a position, as far as it holds anything else. Return whether it did."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE, View
+from stages.kernels.tokens import PREFIX as BATCHED
 from stages.model import families
 from stages.model.buffers import JOIN
 from stages.model.config import ANGLES, PLACED_ANGLES, Config
@@ -37,7 +38,7 @@ from stages.weights.scalars import ACTIVATIONS
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows that a part computes: those of a prompt, as matrices, or a token's, as a vector."""
+    """The rows that a part computes: those of a prompt, as matrices, a token's, as a vector, or several tokens'."""
 
     rows: Dim
     product: str
@@ -50,7 +51,11 @@ class _Rows:
     @property
     def sizes(self) -> dict[str, Any]:
         """The scalars of its products besides those of the weight."""
-        return {"rows": self.rows} if self.product == "gemm" else {}
+        return {"rows": self.rows} if self.rows != 1 else {}
+
+    def kernel(self, of_token: str) -> str:
+        """Return the name of the kernel that computes for these tokens what another one does for one."""
+        return of_token if self.rows == 1 else f"{BATCHED}{of_token}"
 
     def project(self, b: PartBuilder, x: str, weight: str, out: str, cols: Dim, out_cols: Dim, **bias: str) -> None:
         """Launch a product. `bias`: the slot of the bias, if there is one."""
@@ -63,6 +68,7 @@ _MIXED = "attn_out.{turn}"
 
 _PROMPT = _Rows("seq", "gemm")
 _TOKEN = _Rows(1, "gemv")
+_TOKENS = _Rows("seq", f"{BATCHED}gemv")
 
 
 @dataclass(frozen=True)
@@ -375,39 +381,40 @@ def _down_add(d: Described) -> PartBuilder:
     return b
 
 
-def _residual_row(b: PartBuilder, name: str = "x_in") -> str:
-    """Add a token's row between layers."""
-    return b.slot(name, ("emb",), "input", buffer="x.{turn}")
+def _residual_rows(b: PartBuilder, rows: _Rows, name: str = "x_in") -> str:
+    """Add tokens' rows between layers."""
+    return b.slot(name, rows.act("emb"), "input", buffer="x.{turn}")
 
 
-def _norm_qkv_gemv(d: Described) -> PartBuilder:
-    """Build the RMS norm of a token's row with Q, K and V, as one product."""
+def _norm_qkv_gemv(d: Described, rows: _Rows) -> PartBuilder:
+    """Build the RMS norm of tokens' rows with Q, K and V, as one product."""
     b = PartBuilder()
-    x, norm_w = _residual_row(b), d.weight(b, "norm_w")
+    x, norm_w = _residual_rows(b, rows), d.weight(b, "norm_w")
     joined, _ = d.joined()
     b.slots.append(joined.slot)
     args = {"x": x, "norm": norm_w, "weight": joined.slot.name}
     if d.mixer.biased:
         args["bias"] = b.slot("b_qkv", ("qkv_dim",), "weight", buffer=d.tensors(BIASES), joins=BIASES)
-    args["out"] = b.slot("qkv", ("qkv_dim",), "output")
-    kernel = "norm_gemv_bias" if d.mixer.biased else "norm_gemv"
-    b.launch(kernel, args, cols="emb", out_cols="qkv_dim", **d.layer.norm.scalars)
+    args["out"] = b.slot("qkv", rows.act("qkv_dim"), "output")
+    kernel = rows.kernel("norm_gemv_bias" if d.mixer.biased else "norm_gemv")
+    b.launch(kernel, args, cols="emb", out_cols="qkv_dim", **rows.sizes, **d.layer.norm.scalars)
     return b
 
 
-def _norm_conv_gemv(d: Described) -> PartBuilder:
-    """Build the RMS norm of a token's row with the product that makes B, C and x, and the convolution."""
+def _norm_conv_gemv(d: Described, rows: _Rows) -> PartBuilder:
+    """Build the RMS norm of tokens' rows with the product that makes B, C and x, and the convolution."""
     b = PartBuilder()
-    x, norm_w, w_in = _residual_row(b), d.weight(b, "norm_w"), d.weight(b, "w_in")
-    bcx = b.slot("bcx", ("conv_dim",), "scratch")
+    x, norm_w, w_in = _residual_rows(b, rows), d.weight(b, "norm_w"), d.weight(b, "w_in")
+    bcx = b.slot("bcx", rows.act("conv_dim"), "scratch")
     args = {"x": x, "norm": norm_w, "weight": w_in, "out": bcx}
-    b.launch("norm_gemv", args, cols="emb", out_cols="conv_dim", **d.layer.norm.scalars)
-    _convolve(d, b, _TOKEN, bcx)
+    sizes = {"cols": "emb", "out_cols": "conv_dim", **rows.sizes}
+    b.launch(rows.kernel("norm_gemv"), args, **sizes, **d.layer.norm.scalars)
+    _convolve(d, b, rows, bcx)
     return b
 
 
-def _o_ffn_gemvs(d: Described, fused: bool = False) -> PartBuilder:
-    """Build what follows a token's attention, as three products.
+def _o_ffn_gemvs(d: Described, rows: _Rows, fused: bool = False) -> PartBuilder:
+    """Build what follows tokens' attention, as three products.
 
     They are output projection and residual; RMS norm, gate, up and activation; down and residual.
 
@@ -416,52 +423,63 @@ def _o_ffn_gemvs(d: Described, fused: bool = False) -> PartBuilder:
     """
     b = PartBuilder()
     weight, width, buffer = d.mixed(_MIXED)
-    attn_out = b.slot("attn_out", (width,), "input", buffer=buffer)
-    wo, x = d.weight(b, weight), _residual_row(b, "x_residual")
+    attn_out = b.slot("attn_out", rows.act(width), "input", buffer=buffer)
+    wo, x = d.weight(b, weight), _residual_rows(b, rows, "x_residual")
     if fused and d.layer.sandwich:
-        proj = b.slot("proj", ("emb",), "scratch")
-        _TOKEN.project(b, attn_out, wo, proj, width, "emb")
-        _feed_forward(d, b, "sandwich_feed_forward", x=proj, residual=x)
+        proj = b.slot("proj", rows.act("emb"), "scratch")
+        rows.project(b, attn_out, wo, proj, width, "emb")
+        _feed_forward(d, b, rows, "sandwich_feed_forward", x=proj, residual=x)
         return b
-    res1 = b.slot("res1", ("emb",), "scratch")
-    _add_product(d, b, attn_out, wo, x, res1, width, norm="attn_norm_w", product="proj")
+    res1 = b.slot("res1", rows.act("emb"), "scratch")
+    _add_product(d, b, rows, attn_out, wo, x, res1, width, norm="attn_norm_w", product="proj")
     if fused:
-        _feed_forward(d, b, "feed_forward", x=res1)
+        _feed_forward(d, b, rows, "feed_forward", x=res1)
         return b
     norm_w = d.weight(b, "ffn_norm_w")
     _, gate_up = d.joined()
     b.slots.append(gate_up.slot)
-    swiglu = b.slot("swiglu", ("ffn",), "scratch")
+    swiglu = b.slot("swiglu", rows.act("ffn"), "scratch")
     w_down = d.weight(b, "w_down")
-    output = b.slot("output", ("emb",), "output", buffer="x.{next}")
+    output = b.slot("output", rows.act("emb"), "output", buffer="x.{next}")
     args = {"x": res1, "norm": norm_w, "weight": gate_up.slot.name, "out": swiglu}
-    b.launch("norm_gemv_swiglu", args, cols="emb", out_cols="ffn", **d.layer.norm.scalars, **d.activation)
-    _add_product(d, b, swiglu, w_down, res1, output, "ffn", norm="down_norm_w", product="down")
+    sizes = {"cols": "emb", "out_cols": "ffn", **rows.sizes}
+    b.launch(rows.kernel("norm_gemv_swiglu"), args, **sizes, **d.layer.norm.scalars, **d.activation)
+    _add_product(d, b, rows, swiglu, w_down, res1, output, "ffn", norm="down_norm_w", product="down")
     return b
 
 
 def _add_product(
-    d: Described, b: PartBuilder, x: str, weight: str, residual: str, out: str, cols: Dim, norm: str, product: str
+    d: Described,
+    b: PartBuilder,
+    rows: _Rows,
+    x: str,
+    weight: str,
+    residual: str,
+    out: str,
+    cols: Dim,
+    norm: str,
+    product: str,
 ) -> None:
     """Add a product, or its norm, to the residual stream. `norm`, `product`: slots that are added for the latter."""
     if d.layer.sandwich:
-        norm_w, between = d.weight(b, norm), b.slot(product, ("emb",), "scratch")
-        _TOKEN.project(b, x, weight, between, cols, "emb")
-        _add(d, b, _TOKEN, residual, between, out, norm_w)
+        norm_w, between = d.weight(b, norm), b.slot(product, rows.act("emb"), "scratch")
+        rows.project(b, x, weight, between, cols, "emb")
+        _add(d, b, rows, residual, between, out, norm_w)
     else:
         args = {"x": x, "weight": weight, "residual": residual, "out": out}
-        b.launch("gemv_add", args, cols=cols, out_cols="emb")
+        b.launch(rows.kernel("gemv_add"), args, cols=cols, out_cols="emb", **rows.sizes)
 
 
-def _feed_forward(d: Described, b: PartBuilder, kernel: str, **rows: str) -> None:
-    """Add a feed-forward network as one launch. `rows`: the slots of activations that it reads."""
+def _feed_forward(d: Described, b: PartBuilder, rows: _Rows, kernel: str, **read: str) -> None:
+    """Add a feed-forward network as one launch. `read`: the slots of activations that it reads."""
     norms = {"before": "attn_norm_w", "norm": "ffn_norm_w", "after": "down_norm_w"}
     args = {arg: d.weight(b, slot) for arg, slot in norms.items() if arg == "norm" or d.layer.sandwich}
     _, gate_up = d.joined()
     b.slots.append(gate_up.slot)
     args |= {"gate_up": gate_up.slot.name, "down": d.weight(b, "w_down")}
-    args["out"] = b.slot("output", ("emb",), "output", buffer="x.{next}")
-    b.launch(kernel, args | rows, cols="emb", ffn="ffn", **d.layer.norm.scalars, **d.activation)
+    args["out"] = b.slot("output", rows.act("emb"), "output", buffer="x.{next}")
+    sizes = {"cols": "emb", "ffn": "ffn", **rows.sizes}
+    b.launch(rows.kernel(kernel), args | read, **sizes, **d.layer.norm.scalars, **d.activation)
 
 
 def _flash_attn(d: Described) -> PartBuilder:
@@ -515,23 +533,23 @@ def _decode_attn_kv(d: Described) -> PartBuilder:
     return b
 
 
-def _token_attn(d: Described) -> PartBuilder:
-    """Build a part that rotates a token's Q and K, stores K and V, and attends, as one launch.
+def _token_attn(d: Described, rows: _Rows) -> PartBuilder:
+    """Build a part that rotates tokens' Q and K, stores K and V, and attends, as one launch.
 
     It writes K and V to the interleaved cache, and attends over the cache's first positions and them. The position
     comes with the rotation's angles.
     """
     b = PartBuilder()
-    qkv = b.slot("qkv", ("qkv_dim",), "input")
+    qkv = b.slot("qkv", rows.act("qkv_dim"), "input")
     table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer=f"{PLACED_ANGLES}{{rope}}")
     kv, row = _window(b), _interleaved(b, "output", FROM_POSITION)
-    out = b.slot("attended", ("q_dim",), "output", buffer=_MIXED)
+    out = b.slot("attended", rows.act("q_dim"), "output", buffer=_MIXED)
     args = {"x": qkv, "table": table, "kv": kv, "out": out, "row": row}
     kernel, scalars, norm = "token_attention", d.attention, d.mixer.qk_norm
     if norm:
         args |= {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
         kernel, scalars = f"norm_{kernel}", scalars | norm.scalars_of_results
-    b.launch(kernel, args, window="window", pos="pos", **scalars)
+    b.launch(rows.kernel(kernel), args, window="window", pos="pos", **rows.sizes, **scalars)
     return b
 
 
@@ -622,12 +640,13 @@ def _lm_head_gemm(d: Described) -> PartBuilder:
     return b
 
 
-def _norm_lm_head(d: Described) -> PartBuilder:
-    """Build the last RMS norm and the LM head of a token's row, as one launch."""
+def _norm_lm_head(d: Described, rows: _Rows) -> PartBuilder:
+    """Build the last RMS norm and the LM head of tokens' rows, as one launch."""
     b = PartBuilder()
-    x, norm = _residual_row(b), _last_norm(d, b)
-    args = {"norm": norm, **_vocabulary(d, b, x)}
-    b.launch("norm_gemv_f32", args, out_cols="vocab", cols="emb", **d.config.decoder.norm.scalars)
+    x, norm = _residual_rows(b, rows), _last_norm(d, b)
+    args = {"norm": norm, **_vocabulary(d, b, x, "" if rows.rows == 1 else str(rows.rows))}
+    sizes = {"out_cols": "vocab", "cols": "emb", **rows.sizes}
+    b.launch(rows.kernel("norm_gemv_f32"), args, **sizes, **d.config.decoder.norm.scalars)
     return b
 
 
@@ -635,6 +654,16 @@ Build = Callable[[Described], PartBuilder]
 
 SCALE_LOGITS, SCALE_LOGITS_ROWS = "scale_logits", "scale_logits_rows"
 """The last part of models whose logits have a factor: for a row, and for several."""
+
+
+def _of_tokens(name: str, build: Callable[..., PartBuilder], **more: bool) -> dict[str, Build]:
+    """Return the entries of a part of a token, and of the same of several."""
+
+    def of(rows: _Rows) -> Build:
+        return lambda d: build(d, rows, **more)
+
+    return {name: of(_TOKEN), f"{BATCHED}{name}": of(_TOKENS)}
+
 
 BUILDERS: dict[str, Build] = {
     "embed_tokens": lambda d: _embed(d, "embed"),
@@ -644,14 +673,14 @@ BUILDERS: dict[str, Build] = {
     "rms_gemv_rope": lambda d: _norm_qkv_rope(d, _TOKEN),
     "rms_gemm_conv": lambda d: _norm_conv(d, _PROMPT),
     "rms_gemv_conv": lambda d: _norm_conv(d, _TOKEN),
-    "norm_gemv_conv": _norm_conv_gemv,
+    **_of_tokens("norm_gemv_conv", _norm_conv_gemv),
     "flash_attn": _flash_attn,
     "flash_attn_panels": lambda d: _attend_panels(d, _PROMPT, "flash_attention_panels", seq="seq"),
     "decode_attn_panels": lambda d: _attend_panels(d, _TOKEN, "decode_attention_panels"),
     "decode_attn_kv": _decode_attn_kv,
-    "norm_qkv_gemv": _norm_qkv_gemv,
-    "token_attn": _token_attn,
-    "o_ffn_gemvs": _o_ffn_gemvs,
+    **_of_tokens("norm_qkv_gemv", _norm_qkv_gemv),
+    **_of_tokens("token_attn", _token_attn),
+    **_of_tokens("o_ffn_gemvs", _o_ffn_gemvs),
     "o_ffn": lambda d: _o_ffn(d, _PROMPT),
     "o_add": _o_add,
     "gate_up": _gate_up,
@@ -659,7 +688,7 @@ BUILDERS: dict[str, Build] = {
     "o_gemv_ffn": lambda d: _o_ffn(d, _TOKEN),
     "final_norm": _final_norm,
     "lm_head_gemv": lambda d: _lm_head(d, "gemv_f32"),
-    "norm_lm_head": _norm_lm_head,
+    **_of_tokens("norm_lm_head", _norm_lm_head),
     SCALE_LOGITS: _scale_logits,
     "final_norm_rows": _final_norm_rows,
     "lm_head_gemm": _lm_head_gemm,
@@ -678,13 +707,15 @@ eight rows of each alternate."""
 SHARED = ("w_gate", "w_up", "w_down")
 """Slots of all weights of the feed-forward network."""
 
-FUSED: dict[str, Build] = {"o_ffn_gemvs": lambda d: _o_ffn_gemvs(d, fused=True)}
-"""Parts of a token in place of those of `BUILDERS` if the cores of a launch can share the weights of `SHARED`."""
+FUSED: dict[str, Build] = _of_tokens("o_ffn_gemvs", _o_ffn_gemvs, fused=True)
+"""Parts of tokens in place of those of `BUILDERS` if the cores of a launch can share the weights of `SHARED`."""
 
 MIXES: dict[str, str] = {
     **dict.fromkeys(("rms_gemms_rope", "rms_gemms_rope_kv", "rms_gemv_rope", "norm_qkv_gemv"), Attention.kind),
     **dict.fromkeys(("flash_attn", "flash_attn_panels"), Attention.kind),
     **dict.fromkeys(("decode_attn_panels", "decode_attn_kv", "token_attn"), Attention.kind),
     **dict.fromkeys(("rms_gemm_conv", "rms_gemv_conv", "norm_gemv_conv"), ShortConv.kind),
+    **dict.fromkeys((f"{BATCHED}norm_qkv_gemv", f"{BATCHED}token_attn"), Attention.kind),
+    f"{BATCHED}norm_gemv_conv": ShortConv.kind,
 }
 """Parts that only layers with one kind of mixer have -> that kind."""

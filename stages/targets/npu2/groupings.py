@@ -3,6 +3,7 @@
 from stages.model.decoder import Attention, ShortConv
 from stages.model.grouping import Chain, Group, Grouping
 from stages.model.part import UNPACK, UNPACK_JOINED
+from stages.model.parts.builders import BATCHED, SCALE_LOGITS_ROWS
 
 CONTEXT = 4096
 """Default capacity of KV caches, in positions. All of the NPU's memory is locked, whether it is used or not."""
@@ -33,6 +34,23 @@ _JOINED_TOKEN = {
     Attention.kind: ("norm_qkv_gemv", "token_attn", "o_ffn_gemvs"),
     ShortConv.kind: ("norm_gemv_conv", "o_ffn_gemvs"),
 }
+
+_JOINED_TOKENS = {kind: tuple(f"{BATCHED}{name}" for name in names) for kind, names in _JOINED_TOKEN.items()}
+_TOKENS = Chain(_START, _JOINED_TOKENS, (f"{BATCHED}norm_lm_head",), scale=SCALE_LOGITS_ROWS)
+
+
+def _joined_groups(kind: str, prefix: str = "", several: bool = False) -> tuple[Group, ...]:
+    """Return the programs of a token, or of several, with joined weights. `prefix`: of their parts."""
+    first, after = (f"{prefix}norm_qkv_gemv", f"{prefix}token_attn"), f"{prefix}o_ffn_gemvs"
+    conv = f"{prefix}norm_gemv_conv"
+    return (
+        Group(f"{kind}_first", first, windowed=True, several=several),
+        Group(f"{kind}_first_conv", (conv,), several=several),
+        Group(f"{kind}_layer", (after, *first), windowed=True, several=several),
+        Group(f"{kind}_layer_conv", (after, conv), several=several),
+        Group(f"{kind}_last", (after, f"{prefix}norm_lm_head"), several=several),
+    )
+
 
 GROUPINGS = {
     # The six programs of mlir-air's example for Llama-3.2-1B (credit: `stages.model.parts.builders`).
@@ -67,12 +85,10 @@ GROUPINGS = {
             Chain(_START, _JOINED_TOKEN, ("norm_lm_head",)),
             (
                 *_PROMPT_PROGRAMS,
-                Group("decode_first", ("norm_qkv_gemv", "token_attn"), windowed=True),
-                Group("decode_first_conv", ("norm_gemv_conv",)),
-                Group("decode_layer", ("o_ffn_gemvs", "norm_qkv_gemv", "token_attn"), windowed=True),
-                Group("decode_layer_conv", ("o_ffn_gemvs", "norm_gemv_conv")),
-                Group("decode_last", ("o_ffn_gemvs", "norm_lm_head")),
+                *_joined_groups("decode"),
+                *_joined_groups("tokens", BATCHED, several=True),
             ),
+            tokens=_TOKENS,
         ),
     ),
 }

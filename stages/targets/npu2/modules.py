@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,8 +58,9 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "window": program.context,
         "weights": options["policy"]["weights"],
         # `npu.matmul=` is for prefill only.
-        "matmul": options["policy"]["matmul"] if program.bucket else BF16.matmul,
+        "matmul": options["policy"]["matmul"] if program.bucket and not program.several else BF16.matmul,
         **({"slides": True} if program.sliding else {}),
+        **({"several": True} if program.several else {}),
     }
 
 
@@ -91,6 +92,7 @@ def write_module(
     weights: str,
     matmul: str,
     slides: bool = False,
+    several: bool = False,
     support: Sequence[str] = (),
     priced: bool = True,
 ) -> None:
@@ -101,6 +103,7 @@ def write_module(
         window: The context bucket of the program; None without attention over the KV cache.
         weights: Text of the policy, as `matmul`.
         slides: Whether it sees the KV cache from the beginning of its window on.
+        several: Whether `bucket` is a number of tokens, which have the arithmetic of one.
         support: C++ sources whose objects the program links besides its tile functions.
         priced: Whether to write the estimated times. They are no input of the build, so that a changed constant of the
             estimate re-links nothing.
@@ -108,10 +111,13 @@ def write_module(
     Raises:
         UserError: One call would take too long.
     """
-    config, buckets = read_config(directory / CONFIG), [bucket] if bucket else ()
+    config, rows = read_config(directory / CONFIG), (bucket,) if bucket else ()
+    chosen = replace(GROUPINGS[grouping], counts=rows if several else ())
     policy, positions = parse_policy(weights, matmul=matmul), config.max_seq if slides else window or CONTEXT_BUCKET
-    programs = derive_programs(config, GROUPINGS[grouping], buckets, policy, positions)
-    program = next(p for p in programs if (p.entry, p.context, bool(p.sliding)) == (entry, window, slides))
+    programs = derive_programs(config, chosen, () if several else rows, policy, positions)
+    program = next(
+        p for p in programs if (p.entry, p.context, bool(p.sliding), p.several) == (entry, window, slides, several)
+    )
     write(build_module(program, config.dimensions()), library, work, support, priced)
 
 
@@ -166,12 +172,12 @@ class Module:
 
         In each dimension of a launch grid, N steps are issued together, without awaiting one another.
 
-        Decode: 16. Prefill: 1 if some launch has a grid of two dimensions, because N > 1 would then take more
+        Tokens: 16. Prefill: 1 if some launch has a grid of two dimensions, because N > 1 would then take more
         descriptors than there are, or move rows in another order than the module says; otherwise `QUEUE_DEPTH` divided
         by the descriptors that one step queues at a channel. No core may be told which step it is in,
         because the compiler would tell it of N steps at once.
         """
-        if not self.program.bucket:
+        if self.program.several or not self.program.bucket:
             return 16
         grids = [sum(size > 1 for size in launch.shape()) for launch in self.air.launches]
         if max(grids) > 1:

@@ -20,6 +20,10 @@ def _padded_columns(shape: Shape) -> Shape:
     return (*rows, padded_rows(columns))
 
 
+def _first_columns(packed: np.ndarray, shape: Shape) -> np.ndarray:
+    return packed[..., : shape[-1]]
+
+
 FORMAT = Format(
     "f32",
     "f32",
@@ -28,7 +32,8 @@ FORMAT = Format(
     layouts={
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
         # For the logits of a group-wise quantised vocabulary.
-        "padded_columns": Layout(_padded_columns, partial(pad_rows, shape=_padded_columns), serves=("plain",)),
         "padded_lanes": Layout(_padded_shape, partial(pad_rows, shape=_padded_shape), serves=("plain",)),
+        # The same of several tokens.
+        "padded_columns": Layout(_padded_columns, partial(pad_rows, shape=_padded_columns), unpack=_first_columns),
     },
 )

@@ -91,8 +91,9 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: deque[Sequence] = deque()
         self._numbers, self._pace = count(), Pace()
-        self._drafts = Drafts(self._pace, model) if speculate and not turns else None
         self._turns, self._turn = turns, 0
+        self._checked = turns.recipe.chunks.most_tokens if turns else rows
+        self._drafts = Drafts(self._pace, model) if speculate and self._checked > 1 else None
 
     @property
     def busy(self) -> bool:
@@ -181,6 +182,7 @@ class Scheduler:
             if self._place(plan, sequence, self._rows):
                 break
             self._turn = 0
+        self._draft(plan)
         for planned in plan:
             self._turn += 1
             if not planned.completes or self._turn >= tokens:
@@ -245,9 +247,15 @@ class Scheduler:
             return
         texts = [planned.sequence for planned in replies]
         wanted = [Wanted(text, text.ids, self._context - len(text.ids), text.namespace) for text in texts]
-        for planned, drafts in zip(replies, self._drafts.draft(wanted, self._rows - len(plan)), strict=True):
-            if drafts and self.cache.reach(planned.sequence, 1 + len(drafts)):
-                planned.drafts = drafts
+        for planned, drafts in zip(replies, self._drafts.draft(wanted, self._checked - len(plan)), strict=True):
+            phase = self._phase_of(planned, drafts)
+            if drafts and (phase or not self._turns) and self.cache.reach(planned.sequence, 1 + len(drafts)):
+                planned.drafts, planned.phase = drafts, phase
+
+    def _phase_of(self, planned: Planned, drafts: list[int]) -> Phase | None:
+        """Return what processes a token and its drafts where programs have fixed shapes, if something does."""
+        chunks = self._turns.recipe.chunks if self._turns else None
+        return chunks.tokens_phase(planned.sequence.done, 1 + len(drafts)) if chunks else None
 
     def _advance(self, planned: Planned, wanted: list[np.ndarray]) -> None:
         """Note that a sequence's rows are processed; give it the rows that it wants, as far as drafts came true."""

@@ -1,0 +1,206 @@
+"""Several tokens at once on the array: each has the bits that it has alone, and drafts change no token."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from llama_npu2 import Llama, load
+from llama_npu2.artifact.plan import TOKENS
+from llama_npu2.errors import UserError
+from stages.air import AirModule
+from stages.graph import Build
+from stages.graph.options import parse_options
+from stages.kernels import flash_attention, kernels, rms_norm, token_attention
+from stages.kernels.tokens import ACTIVATIONS, COUNTS, Tokens
+from stages.weights.formats import formats
+from tests.conftest import build
+from tests.npu.test_sim_kernels import head_weights, token_table
+from tests.support.npu_shapes import FEW
+from tests.support.sim_kernels import empty, execute, random
+from tests.support.sim_support import run
+
+COUNT = COUNTS[-1]
+COLS, OUT = 256, 512
+NORM = {"eps": 1e-5}
+
+
+def weight(form: str, rows: int, cols: int, layout: str) -> np.ndarray:
+    values = np.random.default_rng([rows, cols]).normal(size=(rows, cols)).astype(np.float32)
+    packed: np.ndarray = formats()[form].arrange(formats()[form].quantise(values), layout)
+    return packed
+
+
+def outputs(made: AirModule) -> np.ndarray:
+    """Nothing, in the shape of the last argument."""
+    kind = list(made.function.function_type.inputs)[-1]
+    return empty(*kind.get_shape(), dtype=np.float32 if str(kind.element_type) == "f32" else bfloat16)  # type: ignore[attr-defined]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "form, operation, scalars, rows",
+    [
+        ("int4", "gemv", {"out_cols": OUT}, {}),
+        ("int8", "gemv_add", {"out_cols": OUT}, {"residual": OUT}),
+        ("int6", "norm_gemv", {"out_cols": OUT, **NORM}, {"norm": COLS}),
+        ("int4", "norm_gemv_bias", {"out_cols": OUT, **NORM}, {"norm": COLS, "bias": OUT}),
+        ("int4", "norm_gemv_swiglu", {"out_cols": OUT, **NORM, "activation": 1}, {"norm": COLS}),
+        ("int6", "norm_gemv_f32", {"out_cols": 1000, **NORM}, {"norm": COLS}),
+        ("int4", "feed_forward", {"ffn": 720, **NORM}, {"norm": COLS}),
+        (
+            "int8",
+            "sandwich_feed_forward",
+            {"ffn": 512, "eps": 1e-6, "offset": 1.0, "once": 1, "activation": 1},
+            {"residual": COLS, "norm": COLS, "before": COLS, "after": COLS},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_row_is_that_of_the_token_alone(
+    form: str, operation: str, scalars: dict[str, Any], rows: dict[str, int]
+) -> None:
+    sizes = {"cols": COLS, **scalars}
+    one, several = kernels()[f"{form}_{operation}"], kernels()[f"{form}_batched_{operation}"]
+    given = {"x": random(COUNT, COLS, seed=1)}
+    for seed, (name, size) in enumerate(rows.items()):
+        given[name] = random(*((COUNT, size) if name in ACTIVATIONS else (size,)), seed=seed + 2)
+    shapes = {
+        "weight": (sizes.get("out_cols", 0) * (2 if "swiglu" in operation else 1), COLS),
+        "gate_up": (2 * sizes.get("ffn", 0), COLS),
+        "down": (COLS, sizes.get("ffn", 0)),
+    }
+    given |= {arg.name: weight(form, *shapes[arg.name], arg.layout("aie2p")) for arg in one.args if arg.matrix}
+
+    def computed(kernel: Any, sizes: dict[str, Any], token: int | None) -> np.ndarray:
+        made = kernel.program(kernel.tiling(sizes))
+        values = {
+            name: value if token is None or name not in ACTIVATIONS else value[token] for name, value in given.items()
+        }
+        values["out"] = outputs(made)
+        return execute(made, *(values[arg.name_hint] for arg in made.function.body.block.args))
+
+    got = computed(several, {**sizes, "rows": COUNT}, None)
+    for token in range(COUNT):
+        assert got[token].tobytes() == computed(one, sizes, token).tobytes(), token
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, sees, norm, slides, position",
+    [
+        (4, 2, 64, None, None, False, 61),
+        (8, 8, 64, None, None, False, 0),
+        (6, 2, 96, 100, rms_norm.Norm(1e-6), False, 124),
+        (4, 2, 64, 70, None, True, 131),
+        (4, 1, 64, 70, None, True, 200),
+    ],
+)
+def test_attention_of_a_token_sees_those_before_it(
+    heads: int, kv_heads: int, head_dim: int, sees: int | None, norm: Any, slides: bool, position: int
+) -> None:
+    """The cache has other rows where theirs belong. Across tiles of keys, and where windows begin at other tiles."""
+    window, width = 256 if slides else 128, 2 * kv_heads * head_dim
+    scores = flash_attention.Scores(sees=sees)
+    if slides:
+        one = token_attention.tile_sliding(heads, kv_heads, head_dim, scores, norm)
+    else:
+        one = replace(token_attention.tile(window, heads, kv_heads, head_dim, norm), scores=scores)
+    several = token_attention.several(one, Tokens(COUNT))
+    x, cache = random(COUNT, heads * head_dim + width, seed=12), random(window, width, seed=13)
+    cache[position:] = 1000
+    tables = np.stack([token_table(position + token, head_dim)[0] for token in range(COUNT)])
+    weights = head_weights(head_dim, 2, norm) if norm else ()
+
+    def seen(tiling: token_attention.Tiling, first: int) -> np.ndarray:
+        """The view of a call whose first token is at this position."""
+        start = tiling.view.row(1, first)
+        view = np.zeros((tiling.window, width), bfloat16)
+        view[: window - start] = cache[start : start + tiling.window]
+        return view
+
+    given = x, *weights, tables, seen(several, position), empty(COUNT, heads * head_dim), empty(COUNT, width)
+    *_, out, rows = run(token_attention.build(several).module, given)[0]
+    for token in range(COUNT):
+        alone = x[token], *weights, tables[token], seen(one, position + token), empty(heads * head_dim), empty(width)
+        *_, want, row = run(token_attention.build(one).module, alone)[0]
+        assert out[token].tobytes() == want.tobytes(), token
+        assert rows[token].tobytes() == row.tobytes(), token
+        cache[position + token] = row
+
+
+@pytest.fixture(scope="module")
+def directory(artifacts: Path) -> Path:
+    return build("demo", artifacts, target="npu2-sim", weights="int4", tokens=str(COUNT), **FEW)
+
+
+REPEATED = "one two three four five one two three four five one two three"
+
+
+def test_logits_are_those_of_tokens_one_by_one(directory: Path) -> None:
+    """Also of fewer tokens than the programs take, and of tokens that come afterwards."""
+    with closing(load(directory, 2)) as llm:
+        ids = llm.encode(REPEATED, raw=True)
+        llm.prefill(ids)
+        tokens = [5, 9, 300, 12]
+        one_by_one = [llm.decode(token).tobytes() for token in tokens]
+        phase = llm._chunks.tokens_phase(len(ids), COUNT)
+        assert phase and phase.kind == TOKENS
+        for count in (COUNT, COUNT - 1):
+            llm.rewind(len(ids))
+            rows = llm._run_tokens(phase, tokens[:count], len(ids))
+            assert [row.tobytes() for row in rows] == one_by_one[:count]
+        llm._cached += tokens[: COUNT - 1]
+        assert llm.decode(tokens[-1]).tobytes() == one_by_one[-1]
+        end = llm.context_length
+        assert llm._chunks.tokens_phase(end - COUNT, COUNT) and not llm._chunks.tokens_phase(end - COUNT + 1, 2)
+
+
+CAPITALS = "The capital of France is Paris. The capital of Spain is Madrid."
+
+
+def replies(llm: Llama, **options: Any) -> tuple[list[str], int]:
+    """Texts of some replies, and how many submissions of the device they took."""
+    ran = 0
+    process = llm._run_at
+
+    def counted(*given: Any) -> None:
+        nonlocal ran
+        ran += 1
+        process(*given)
+
+    llm._run_at = counted  # type: ignore[method-assign]
+    texts = [
+        "".join(llm.generate(prompt, raw=True, max_tokens=48, **options))
+        for prompt in ("1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3,", f"{CAPITALS} {CAPITALS} The capital of")
+    ]
+    llm._run_at = process  # type: ignore[method-assign]
+    return texts, ran
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_drafts_change_no_token_and_save_submissions(directory: Path, options: dict[str, Any]) -> None:
+    with closing(load(directory, 2)) as llm:
+        # Steps take as long whatever their rows, so that drafts pay: the simulator's times say nothing of the NPU's.
+        note = llm._pace.note
+        llm._pace.note = lambda rows, wanted, seconds: note(rows, wanted, 1.0)  # type: ignore[method-assign]
+        llm.speculate = False
+        plain, ran = replies(llm, **options)
+        llm.speculate = True
+        drafted, ran_with_drafts = replies(llm, **options)
+        assert drafted == plain
+        if not options:
+            assert ran_with_drafts < ran
+
+
+def test_what_has_no_such_programs_is_refused(artifacts: Path) -> None:
+    with pytest.raises(UserError, match=r"npu\.tokens=4: several tokens at once take the weights of all layers alike"):
+        _ = Build(parse_options({"target": "npu2-sim", "npu.tokens": "4"})).grouping
+    with pytest.raises(UserError, match=r"npu\.tokens=3: must be 4"):
+        parse_options({"npu.tokens": "3"})
