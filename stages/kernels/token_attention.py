@@ -6,7 +6,7 @@ rows with their own K and V.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -284,19 +284,29 @@ def tile_sliding(
 def several(one: Tiling, tokens: Tokens) -> Tiling:
     """Return how the attention of several tokens is divided, given that of one: with the same tiles of keys.
 
-    So each has the bits that it has alone. Raises UserError if a core has no room for that.
+    So each has the bits that it has alone. Raises UserError if a core has no room for that, or with weights of norms,
+    which are too many transfers.
     """
     what = f"{one}, of {tokens.count} tokens"
+    limits.require(what, "tasks at a channel", _TASKS + len(_norms(one)), limits.QUEUE_DEPTH)
     window = one.scores.positions(tokens.count, one.tile_k) if one.slides else one.window
-    rows = limits.divisors(tokens.count, 1, _TOKEN_ROWS)
-    # The compiler puts herds of two to four cores into one column, where the keys of two heads lose their order.
     ways = [
-        replace(one, window=window, tokens=replace(tokens, each=tokens.count // count), columns=columns)
-        for count in rows
-        for columns in (one.columns if one.columns * count > limits.ROWS else 1,)
+        # The compiler puts herds of two to four cores into one column, where the keys of two heads lose their order.
+        replace(one, window=window, tokens=way, columns=one.columns if one.columns * rows > limits.ROWS else 1)
+        for rows, way in _ways(tokens.count)
     ]
     return limits.require_any(what, limits.IN_L1, filter(_fits, ways))[0]
 
+
+def _ways(count: int) -> Iterator[tuple[int, Tokens]]:
+    """Yield rows of cores, and how tokens are divided among them, the fewest launches first: each reads all keys."""
+    for launches in limits.divisors(count)[::-1]:
+        for rows in limits.divisors(count // launches, 1, _TOKEN_ROWS):
+            yield rows, Tokens(count, count // (launches * rows), launches)
+
+
+_TASKS = 3
+"""Tasks that send Q, K and V of all tokens, and their rows of the table."""
 
 _TOKEN_ROWS = 2
 """Rows of cores among which tokens are divided: four streams lead from a column's cores to its memory tile, and one of
@@ -343,8 +353,9 @@ def build(tiling: Tiling) -> AirModule:
     )
     for launch in range(p.passes):
         if p.tokens != ONE:
-            with b.launch(), b.segment():
-                _attend_several(b, p, launch * p.columns)
+            for number in range(p.tokens.launches):
+                with b.launch(), b.segment():
+                    _attend_several(b, p, launch * p.columns, number * p.tokens.together)
             continue
         with b.launch(), b.segment():
             rows = b.channel((1, 1), (p.columns, 1))
@@ -387,8 +398,8 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
             b.dma(b.args["out"].at((kv_head * width, width, 1)), out)
 
 
-def _attend_several(b: Builder, p: Tiling, first: int) -> None:
-    """Compute the attention of several tokens for a KV head a column, from head `first` on."""
+def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
+    """Compute the attention of a launch's tokens, from `token` on, for a KV head a column, from head `first` on."""
     count, d, width, kv = p.tokens.count, p.head_dim, p.group * p.head_dim, p.kv_heads * 2 * p.head_dim
     herd = p.columns, p.tokens.herd_rows
     rows = b.channel((1, 1), herd)
@@ -396,22 +407,24 @@ def _attend_several(b: Builder, p: Tiling, first: int) -> None:
         b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
     with b.loop(count) as i:
         b.put(rows, (0, 0), b.args["x"].at((i, 1, p.width), (0, p.width, 1)))
-    with b.alloc(air.L2, (p.columns, count * 2 * d), (p.columns, count * width)) as results:
+    together = p.tokens.together
+    with b.alloc(air.L2, (p.columns, together * 2 * d), (p.columns, together * width)) as results:
         with b.herd(*herd) as tile:
-            _attend_own(b, p, rows, tile, first, results)
+            _attend_own(b, p, rows, tile, first, token, results)
         # The compiler cuts these transfers by column and drops an offset of that dimension, so the offset stays 0.
         for name, size, whole, result in zip(("row", "out"), (2 * d, width), (kv, p.heads * d), results, strict=True):
-            b.dma(b.args[name].at((0, p.columns, size), (0, count, whole), (first * size, size, 1)), result)
+            b.dma(b.args[name].at((0, p.columns, size), (token, together, whole), (first * size, size, 1)), result)
 
 
 def _attend_own(
-    b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], first: int, results: Sequence[MemRef]
+    b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], first: int, start: int, results: Sequence[MemRef]
 ) -> None:
     """Rotate K of all tokens and the queries of a core's own, then compute the attention of these over all key tiles.
 
     Args:
         first: the KV head of the first column.
-        results: the cache's rows, and the results, each `[columns][tokens * elements]` in L2.
+        start: the launch's first token.
+        results: the cache's rows, and the results, each `[columns][tokens of the launch * elements]` in L2.
     """
     count, each, (tx, ty) = p.tokens.count, p.tokens.each, tile
     d, k, width, kv_head = p.head_dim, p.tile_k, p.group * p.head_dim, tx + first
@@ -422,7 +435,7 @@ def _attend_own(
         b.alloc(air.L1, (p.fresh,), ((p.queries, k), "f32"), *of_token * each) as (fresh, scores, *buffers),
         b.alloc(air.L1, *[(d,)] * len(_norms(p)), ((count * p.angles,), "f32"), (p.width,)) as (*norms, table, x),
     ):
-        own = [(ty * each + token, buffers[3 * token : 3 * token + 3]) for token in range(each)]
+        own = [(ty * each + (start + token), buffers[3 * token : 3 * token + 3]) for token in range(each)]
         for given in (*norms, table):
             b.get(rows, tile, given)
         of_norms = [(norm, p.norm.eps) for norm in norms] if p.norm else [(), ()]
@@ -439,7 +452,7 @@ def _attend_own(
             for number, (token, (q, acc, stats)) in enumerate(own):
                 b.call(p.variant, "ta_out", acc, stats, q, fresh, token, number, *own_results)
             for result, own_result, size in zip(results, own_results, (2 * d, width), strict=True):
-                place = (tx, 1, count * size), (ty * each * size, each * size, 1)
+                place = (tx, 1, p.tokens.together * size), (ty * each * size, each * size, 1)
                 b.dma(result.at(*place), own_result)
 
 

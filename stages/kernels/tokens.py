@@ -21,12 +21,19 @@ class Tokens:
     count: int
     """No more than there are rows of cores."""
     each: int = 1
-    """Tokens of a core."""
+    """Tokens of a core in a launch."""
+    launches: int = 1
+    """Launches that have tokens of their own."""
+
+    @property
+    def together(self) -> int:
+        """Tokens of a launch."""
+        return self.count // self.launches
 
     @property
     def herd_rows(self) -> int:
         """Rows of cores that have tokens of their own."""
-        return self.count // self.each
+        return self.together // self.each
 
     def shape(self, *width: int) -> tuple[int, ...]:
         """Return the shape of an activation of so many elements a token."""

@@ -21,7 +21,7 @@ from stages.kernels import flash_attention, kernels, rms_norm, token_attention
 from stages.kernels.tokens import ACTIVATIONS, COUNTS, Tokens
 from stages.weights.formats import formats
 from tests.conftest import build
-from tests.npu.test_sim_kernels import head_weights, token_table
+from tests.npu.test_sim_kernels import token_table
 from tests.support.npu_shapes import FEW
 from tests.support.sim_kernels import empty, execute, random
 from tests.support.sim_support import run
@@ -93,30 +93,30 @@ def test_a_row_is_that_of_the_token_alone(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "heads, kv_heads, head_dim, sees, norm, slides, position",
+    "heads, kv_heads, head_dim, sees, slides, position",
     [
-        (4, 2, 64, None, None, False, 61),
-        (8, 8, 64, None, None, False, 0),
-        (6, 2, 96, 100, rms_norm.Norm(1e-6), False, 124),
-        (4, 2, 64, 70, None, True, 131),
-        (4, 1, 64, 70, None, True, 200),
+        (4, 2, 64, None, False, 61),
+        (8, 8, 64, None, False, 0),
+        (6, 2, 96, 100, False, 124),
+        (4, 2, 64, 70, True, 131),
+        (4, 1, 64, 70, True, 200),
+        (24, 8, 128, None, False, 30),
     ],
 )
 def test_attention_of_a_token_sees_those_before_it(
-    heads: int, kv_heads: int, head_dim: int, sees: int | None, norm: Any, slides: bool, position: int
+    heads: int, kv_heads: int, head_dim: int, sees: int | None, slides: bool, position: int
 ) -> None:
     """The cache has other rows where theirs belong. Across tiles of keys, and where windows begin at other tiles."""
     window, width = 256 if slides else 128, 2 * kv_heads * head_dim
     scores = flash_attention.Scores(sees=sees)
     if slides:
-        one = token_attention.tile_sliding(heads, kv_heads, head_dim, scores, norm)
+        one = token_attention.tile_sliding(heads, kv_heads, head_dim, scores)
     else:
-        one = replace(token_attention.tile(window, heads, kv_heads, head_dim, norm), scores=scores)
+        one = replace(token_attention.tile(window, heads, kv_heads, head_dim), scores=scores)
     several = token_attention.several(one, Tokens(COUNT))
     x, cache = random(COUNT, heads * head_dim + width, seed=12), random(window, width, seed=13)
     cache[position:] = 1000
     tables = np.stack([token_table(position + token, head_dim)[0] for token in range(COUNT)])
-    weights = head_weights(head_dim, 2, norm) if norm else ()
 
     def seen(tiling: token_attention.Tiling, first: int) -> np.ndarray:
         """The view of a call whose first token is at this position."""
@@ -125,10 +125,10 @@ def test_attention_of_a_token_sees_those_before_it(
         view[: window - start] = cache[start : start + tiling.window]
         return view
 
-    given = x, *weights, tables, seen(several, position), empty(COUNT, heads * head_dim), empty(COUNT, width)
+    given = x, tables, seen(several, position), empty(COUNT, heads * head_dim), empty(COUNT, width)
     *_, out, rows = run(token_attention.build(several).module, given)[0]
     for token in range(COUNT):
-        alone = x[token], *weights, tables[token], seen(one, position + token), empty(heads * head_dim), empty(width)
+        alone = x[token], tables[token], seen(one, position + token), empty(heads * head_dim), empty(width)
         *_, want, row = run(token_attention.build(one).module, alone)[0]
         assert out[token].tobytes() == want.tobytes(), token
         assert rows[token].tobytes() == row.tobytes(), token
@@ -204,3 +204,9 @@ def test_what_has_no_such_programs_is_refused(artifacts: Path) -> None:
         _ = Build(parse_options({"target": "npu2-sim", "npu.tokens": "4"})).grouping
     with pytest.raises(UserError, match=r"npu\.tokens=3: must be 4"):
         parse_options({"npu.tokens": "3"})
+
+
+def test_heads_with_norms_are_too_many_transfers() -> None:
+    one = token_attention.tile(512, 16, 8, 128, rms_norm.Norm(1e-6))
+    with pytest.raises(UserError, match="needs 5 of tasks at a channel, the NPU has 4"):
+        token_attention.several(one, Tokens(COUNT))
