@@ -152,7 +152,9 @@ class Workshop:
         answer = Answer(REFUSED, f"{os.uname().nodename}/{os.getpid()}")
         try:
             with contextlib.redirect_stderr(said):
-                answer = self._run(Order.of_text(content), answer)
+                order = Order.of_text(content)
+                answer = replace(answer, address=order.address)
+                answer = self._run(order, answer)
         except (UserError, OSError, ValueError) as error:
             answer = replace(answer, why=str(error) or type(error).__name__)
         return replace(answer, said=[line for line in said.getvalue().splitlines() if line.strip()][:1000])

@@ -92,6 +92,8 @@ class Answer:
     cannot run it, or not leave its outputs."""
     worker: str
     """The name of its machine and process."""
+    address: str = ""
+    """The address of the step that it was asked for, as it computed that; empty where it cannot read the order."""
     why: str = ""
     milliseconds: int = 0
     """How long the step ran."""
@@ -118,6 +120,7 @@ _ANSWER = record(
     {
         "outcome": one_of(MADE, FAILED, REFUSED),
         "worker": string,
+        "address": string,
         "why": string,
         "milliseconds": whole(0, 1 << 40),
         "said": list_of(string),
@@ -274,9 +277,14 @@ class Fleet:
         say("waiting for a worker")
         content = cluster.run(order.address, self.action, order.text, needs)
         try:
-            return Answer.of_text(content)
+            answer = Answer.of_text(content)
         except ValueError as error:
             raise Lost(f"an answer about {order.step} is malformed ({error})") from None
+        unread = answer.outcome == REFUSED and not answer.address
+        if answer.address != order.address and not unread:
+            where = printable(answer.worker)
+            raise Lost(f"{order.step} was asked for, and the answer (from {where}) is about another step or build")
+        return answer
 
     def _taken(self, step: Step, answer: Answer, work: Path) -> list[Path] | None:
         """Fetch what a worker made. Raises UserError if the step failed there as it would here."""

@@ -127,6 +127,34 @@ def test_who_lies_costs_a_step_that_runs_here(
     assert client.made["out-0"].decode() == f"0 of the configuration of {tmp_path}"
 
 
+@pytest.mark.parametrize("fails", ["", "no such luck"])
+def test_a_scheduler_that_answers_for_another_catalogue(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it is asked for, it answers with the first answer that it got, be that of a step that failed."""
+    monkeypatch.setenv(fleets.TOOL, "version 1")
+    with scheduler(tmp_path, "--preload", str(ROOT / "tests/support/lying_scheduler.py")) as (address, _):
+        grid = Grid(address, tmp_path)
+        grid.start("version 1")
+        try:
+            clients = [
+                Client(tmp_path / name, grid.store, address, config=name, count=1, fails=fails if name == "one" else "")
+                for name in ("one", "other")
+            ]
+            one, other = clients
+            until(lambda: one.fleet.workers())
+            failed = one.build()
+            assert fails in "".join(failed) and bool(failed) == bool(fails), "this answer is the right one"
+            capsys.readouterr()
+            assert other.build() == [] and other.here == ALL & {"0", "last"}
+        finally:
+            grid.stop()
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "run on" not in line)
+    assert f"on={address} is not used from here on: 0 was asked for, and the answer (from " in line
+    assert "is about another step or build: steps run here" in line
+    assert other.made == {f"out-{name}": f"{name} of other".encode() for name in ("0", "last")}
+
+
 def test_a_step_that_fails_there_fails_here_in_its_words(grid: Grid, tmp_path: Path) -> None:
     client = client_of(grid, tmp_path / "a", fails="no such luck", count=1)
     (line,) = client.build()

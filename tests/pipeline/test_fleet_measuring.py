@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from stages.engine.project import Project
 from stages.graph.measuring import Measured, device_of, on_a_worker
 from stages.graph.worker import Workshop
 from stages.sharing.cache import Cache
-from stages.sharing.fleet import MADE, Answer, Fleet
+from stages.sharing.fleet import MADE, Answer, Fleet, Order
 from tests.conftest import Become
 
 pytest.importorskip("distributed")
@@ -102,13 +102,17 @@ def test_a_worker_runs_only_what_its_user_trusts(world: World, become: Become, m
 
 
 def test_what_nobody_signed_is_not_taken(world: World) -> None:
-    world.cluster.answer = lambda text: Answer(MADE, "liar")
+    world.cluster.answer = lambda text: Answer(MADE, "liar", Order.of_text(text).address)
     with pytest.raises(UserError, match="liar says that it measured, but"):
         world.measured()
 
 
 def test_another_manifest_is_refused(world: World) -> None:
     answer = world.cluster.answer
-    world.cluster.answer = lambda text: answer(text.replace('"manifest": "', '"manifest": "0', 1))
+
+    def another(text: str) -> Answer:
+        return replace(answer(text.replace('"manifest": "', '"manifest": "0', 1)), address=Order.of_text(text).address)
+
+    world.cluster.answer = another
     with pytest.raises(UserError, match="the manifest is another one"):
         world.measured()

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,13 +82,17 @@ def workshop() -> Workshop:
     return Workshop(here.store, Path(here.scratch), lambda order, project: steps_of(order.options, project))
 
 
+def begin() -> None:
+    workshop()
+
+
 def act(content: str) -> str:
     return workshop().answer(content).text
 
 
 def lie(content: str) -> str:
     """Say that it is done."""
-    return Answer(MADE, "liar").text
+    return Answer(MADE, "liar", Order.of_text(content).address).text
 
 
 def babble(content: str) -> str:
@@ -123,6 +127,8 @@ class Grid:
     address: str
     scratch: Path
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    urls: Sequence[str] = ()
+    """Other ways to the same store: each worker takes the next one."""
 
     @property
     def store(self) -> Path:
@@ -130,7 +136,8 @@ class Grid:
 
     def start(self, *claims: str) -> None:
         """Start a worker, which says that it has the tool in these versions."""
-        crew = Crew(1, str(self.store), str(self.scratch / f"worker {len(self.workers)}"), __name__)
+        number, ways = len(self.workers), (str(self.store), *self.urls)
+        crew = Crew(1, ways[number % len(ways)], str(self.scratch / f"worker {number}"), __name__)
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv(TOOL, "version 1")
             environment.setenv(CLAIMS, json.dumps(claims))
@@ -149,10 +156,20 @@ class Grid:
 
 
 @contextlib.contextmanager
-def scheduler(scratch: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start a scheduler; gives its address and process."""
+def scheduler(scratch: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Start a scheduler, with more options; gives its address and process."""
     file = scratch / "scheduler.json"
-    options = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", "--scheduler-file", str(file)]
+    options = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--no-dashboard",
+        "--no-show",
+        "--scheduler-file",
+        str(file),
+        *more,
+    ]
     command = [sys.executable, "-m", "distributed.cli.dask_scheduler", *options]
     # It has no checkout: in this directory there is none.
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=scratch) as process:
@@ -179,7 +196,7 @@ class Client:
     def __init__(
         self,
         directory: Path,
-        store: Path,
+        store: Path | str,
         address: str,
         action: Callable[[str], str] = act,
         config: str = "",
