@@ -32,22 +32,26 @@ class Code:
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
+        self._lock = threading.Lock()
+        """Held while something is found out, so that of many threads that ask for the same only one reads it."""
         self._cached: dict[str, str] = {}
         self._lines: dict[tuple[str, Path], tuple[list[str], str]] = {}
         self._imports: dict[str, tuple[list[Path], frozenset[str]]] = {}
 
     def digest(self, module: str) -> str:
         """Return the xxh3-128, hex, of a module's source and of all project modules that it imports."""
-        if module not in self._cached:
-            self._cached[module] = xxhash.xxh3_128_hexdigest(self._listed(module, "xxh3", self._digests.of))
-        return self._cached[module]
+        with self._lock:
+            if module not in self._cached:
+                self._cached[module] = xxhash.xxh3_128_hexdigest(self._listed(module, "xxh3", self._digests.of))
+            return self._cached[module]
 
     def sha256(self, module: str) -> str:
         """Return the SHA-256, hex, of a module's source and of all project modules that it imports."""
         key = f"sha256 {module}"
-        if key not in self._cached:
-            self._cached[key] = hashlib.sha256(self._listed(module, "sha256", self._digests.sha256)).hexdigest()
-        return self._cached[key]
+        with self._lock:
+            if key not in self._cached:
+                self._cached[key] = hashlib.sha256(self._listed(module, "sha256", self._digests.sha256)).hexdigest()
+            return self._cached[key]
 
     def _listed(self, module: str, kind: str, digest: Callable[[Path], str | None]) -> bytes:
         """Return a line for each file, in the order of their paths, each made once for all modules."""

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import json
+import threading
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,9 @@ OUTSIDE = ""
 Definitions = Mapping[str, Mapping[str, str]]
 """The first 8 hex digits of the xxh3-64 of a definition's source, by file (relative to the project) and by name
 (`Class.method`)."""
+
+_KEEPING = threading.Lock()
+"""Held while definitions are written, so that of many steps that end at the same time only one finds them."""
 
 _DEFINITIONS = mapping(string, mapping(string, string))
 _BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -92,12 +96,13 @@ def keep(project: Project, module: str) -> str:
     Return the file's name. Raises UserError.
     """
     code = project.code.digest(module)
-    if there := _intact(project, code):
-        return there.name
-    content = json.dumps(of_module(project, module), separators=(",", ":"), sort_keys=True).encode()
-    name = f"{code}-{xxhash.xxh3_128_hexdigest(content)}.json"
-    project.tree.write(FOLDER / name, content)
-    return name
+    with _KEEPING:
+        if there := _intact(project, code):
+            return there.name
+        content = json.dumps(of_module(project, module), separators=(",", ":"), sort_keys=True).encode()
+        name = f"{code}-{xxhash.xxh3_128_hexdigest(content)}.json"
+        project.tree.write(FOLDER / name, content)
+        return name
 
 
 def recorded(project: Project, code: str) -> Definitions | None:

@@ -92,6 +92,8 @@ class Project:
     """Entered while the action of a step runs here, if fewer may run than steps are begun at the same time."""
     accepted: Path | None = None
     """A file that the directory has once the model was accepted. A new directory without it is of no use."""
+    lasting: bool = True
+    """Whether the directory outlives the process; else nothing in it is flushed to disk, or kept for messages."""
     needed: Callable[[], int] | None = None
     """Returns the bytes of the directory when it is complete, if known. It may raise OSError or UserError."""
 
@@ -186,7 +188,7 @@ class Project:
         old = (load_receipt(path) or {"outputs": {}})["outputs"]
         produced = sorted(p for p in work.rglob("*") if p.is_file())
         outputs = {p.relative_to(work).as_posix(): content_digest(p) for p in produced}
-        for output in produced:
+        for output in produced if self.lasting else ():
             fsync_path(output)
         root, gone = self.directory, [label for label in old if label not in outputs]
         for label in (*outputs, *gone, self.label(path)):

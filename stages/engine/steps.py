@@ -209,7 +209,8 @@ class Step:
                 "declared": sorted(self.project.label(p) for p in self.inputs),
                 "inputs": {self.project.label(p): digest for p, digest in sorted(before.items())},
             }
-            definitions.keep(self.project, self.module)
+            if self.project.lasting:
+                definitions.keep(self.project, self.module)
             self.project.commit(self.name, produced, receipt)
         finally:
             with contextlib.suppress(OSError):

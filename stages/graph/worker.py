@@ -41,7 +41,7 @@ from stages.sharing.records import Blob, circumstances, fits_here, is_here
 from stages.sharing.remotes import open_remote
 from stages.sharing.store import Store
 from stages.targets import forget_tools, targets
-from stages.targets.cpu.objects import precompile_here
+from stages.targets.cpu.objects import precompile_for_forks
 
 _KEPT = 8
 """Most graphs that a worker keeps, with their files."""
@@ -58,7 +58,12 @@ def crew_here(store: str, artifacts: Path) -> Crew:
 
 
 def offered(scratch: Path) -> tuple[Has, Has]:
-    """Return what each worker of this machine has, and what one of them has besides: who measures is alone."""
+    """Return what each worker of this machine has, and what one of them has besides: who measures is alone.
+
+    What they share is made in `scratch`.
+    """
+    (headers := scratch / "headers").mkdir(parents=True, exist_ok=True)
+    precompile_for_forks(headers)
     known: dict[str, Any] = {**arithmetic(), "features": cpu_features()}
     for target in targets().values():
         known |= target.built_on()
@@ -92,7 +97,8 @@ class _Durations(Durations):
 
 
 def _project(directory: Path, digests: Digests) -> Project:
-    project = Project(directory, digests, ProcessLock(directory.parent / f"{directory.name}.lock"))
+    lock = ProcessLock(directory.parent / f"{directory.name}.lock")
+    project = Project(directory, digests, lock, lasting=False)
     project.durations = _Durations(digests.path.parent, directory)
     return project
 
@@ -277,8 +283,12 @@ def _logs(project: Project) -> dict[str, str]:
 @functools.cache
 def _workshop() -> Workshop:
     here = Crew.here()
-    precompile_here()
     return Workshop(here.store, Path(here.scratch))
+
+
+def begin() -> None:
+    """Make ready for orders. Raises UserError and OSError."""
+    _workshop()
 
 
 def act(content: str) -> str:

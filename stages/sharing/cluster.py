@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llama_npu2.errors import first_line
+from llama_npu2.errors import UserError, first_line
 from stages.engine.places import python_environment
 
 _CONNECTING = 10.0
@@ -90,7 +90,8 @@ class Crew:
     scratch: str
     """The directory that they work in, which is removed with them."""
     module: str
-    """The module of what they run. Its `offered(scratch)` returns what each of them has, and one of them besides."""
+    """The module of what they run. Its `offered(scratch)`, which is called before they are forked, returns what each of
+    them has, and one of them besides; each then calls its `begin()`."""
 
     def start(self, place: Place | None = None) -> subprocess.Popen[bytes]:
         """Start the process that imports what they need. It ends, with all, when its standard input is closed.
@@ -249,11 +250,13 @@ class Cluster:
         """
         called = (action.__module__, action.__name__, text)
         future = self._client.submit(_calling(), *called, key=key, resources=dict(needs), pure=False)
-        seen = time.monotonic()
+        seen, done = time.monotonic(), threading.Event()
+        future.add_done_callback(lambda _: done.set())  # a result is not asked for again and again: many wait
         try:
             while True:
-                with contextlib.suppress(TimeoutError):
-                    return str(future.result(timeout=_PATIENCE))
+                if done.wait(_PATIENCE):
+                    with contextlib.suppress(TimeoutError):
+                        return str(future.result(timeout=_PATIENCE))
                 if any(fits(needs, has) for has in self.workers().values()):
                     seen = time.monotonic()
                 elif time.monotonic() - seen > _ABSENT:
@@ -412,6 +415,8 @@ async def _work(crew: Crew, has: Has, place: Place, alive: int) -> None:
     # What it leaves goes away with the crew.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(dir=crew.scratch)
     logging.disable()
+    with contextlib.suppress(UserError, OSError):  # which will be the answer to its orders
+        importlib.import_module(crew.module).begin()
     group = os.getpid()
     asyncio.get_running_loop().add_reader(alive, _kill_group, group)
 

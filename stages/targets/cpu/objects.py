@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import subprocess
 import tempfile
 import threading
@@ -27,6 +28,8 @@ HEADER = SOURCES / "system.h"
 
 _lock = threading.Lock()
 _owner = os.getpid()
+_of_forks: Path | None = None
+"""The directory of the precompiled headers that `precompile_for_forks` began to make."""
 
 
 def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path, declared: str) -> list[Path]:
@@ -67,32 +70,47 @@ def compile_host(source: Path, output: Path, declared: str, isa: str = "") -> li
 def system_headers() -> list[str]:
     """Return the options by which a kernel's source begins with the system's headers, precompiled where possible.
 
-    Only a process whose files are removed when it ends makes some. Those that it forks do so after `precompile_here`.
+    Only a process whose files are removed when it ends makes some. Forks share those of `precompile_for_forks`.
     """
-    with _lock:
-        directory = _precompiled() if os.getpid() == _owner else None
-    return [*([f"-I{directory.name}"] if directory else []), "-include", HEADER.name]
+    found = _of_forks
+    if found is None and os.getpid() == _owner:
+        with _lock:
+            own = _precompiled()
+            found = Path(own.name) if own else None
+    return [*([f"-I{found}"] if found else []), "-include", HEADER.name]
 
 
-def precompile_here() -> None:
-    """Let this fork make precompiled headers, too: whoever forked it removes its temporary files."""
-    global _owner
-    _owner = os.getpid()
+def precompile_for_forks(directory: Path) -> None:
+    """Begin to precompile the system's headers for forks of this process; whoever made `directory` removes it.
+
+    Until that is done, and where it fails, they compile without.
+    """
+    global _of_forks
+    if command := _precompiling(directory / "part"):
+        script = f"{shlex.join(command)} && mv part {HEADER.name}.gch"
+        nobody = subprocess.DEVNULL
+        subprocess.Popen(script, shell=True, cwd=directory, stdin=nobody, stdout=nobody, stderr=nobody)
+        _of_forks = directory
 
 
 @functools.cache
 def _precompiled() -> tempfile.TemporaryDirectory[str] | None:
     """Return a directory that holds them for this process alone; None where the compiler is no GCC, or fails."""
-    version = fingerprint() or ""
-    if "clang" in version or "zig" in version:
-        return None
     try:
         directory = tempfile.TemporaryDirectory(prefix="llama-npu2-headers-")
     except OSError:
         return None
     output = Path(directory.name) / f"{HEADER.name}.gch"
-    command = [*need_host_compiler(), *FLAGS, "-x", "c++-header", str(HEADER), "-o", str(output)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
+    command = _precompiling(output)
+    if not command or subprocess.run(command, capture_output=True, check=False).returncode:
         output.unlink(missing_ok=True)
         return None
     return directory
+
+
+def _precompiling(output: Path) -> list[str]:
+    """Return the command that precompiles the system's headers; none where the compiler is no GCC."""
+    version = fingerprint()
+    if version is None or "clang" in version or "zig" in version:
+        return []
+    return [*need_host_compiler(), *FLAGS, "-x", "c++-header", str(HEADER), "-o", str(output)]
