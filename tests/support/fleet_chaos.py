@@ -2,9 +2,10 @@
 
     python -m tests.support.fleet_chaos [FAULTS [SEED]]
 
-A client process builds one stand-in directory after the other, on workers, through a store. Meanwhile FAULTS (100) are
-drawn: workers, those who start them, the scheduler and the client are killed or stopped for a while, connections to the
-scheduler are cut, the store goes away for a while. After each of them, and at the end, all that trusted entries of the
+A client process builds one stand-in directory after the other, on workers, through a store. Some of these see the store
+as a directory, others through a server (`s3_server`). Meanwhile FAULTS (100) are drawn: workers, those who start them,
+the scheduler, the client and the store's server are killed or stopped for a while, connections to the scheduler are
+cut, the store goes away for a while. After each of them, and at the end, all that trusted entries of the
 store promise must be there and right. At last every directory is built once more without faults: it must be complete,
 with the bytes of a local build.
 """
@@ -38,6 +39,8 @@ from stages.sharing.store import Store
 from tests.support.fleets import TOOL, Client, Grid, until
 
 STEPS, WORKERS, SECONDS = 24, 3, 0.2
+SERVED = "s3://store"
+"""The store as its server shows it."""
 SAME = 2
 """Directories with one configuration: the second finds what the first left in the store."""
 
@@ -102,8 +105,12 @@ class World:
         self.store = self.scratch / "store"
         (self.scratch / "disk").mkdir()
         self.store.symlink_to(self.scratch / "disk")
+        self.store_port = free_port()
+        os.environ["FSSPEC_S3_ENDPOINT_URL"] = f"http://127.0.0.1:{self.store_port}"
+        os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+        self.start_server()
         self.start_scheduler()
-        self.grid = Grid(f"tcp://127.0.0.1:{self.relay.port}", self.scratch)
+        self.grid = Grid(f"tcp://127.0.0.1:{self.relay.port}", self.scratch, urls=[SERVED])
         for _ in range(WORKERS):
             self.grid.start("version 1")
         until(lambda: len(self.workers) == WORKERS, 120)
@@ -113,9 +120,14 @@ class World:
         command = [sys.executable, "-m", "distributed.cli.dask_scheduler", *options]
         self.scheduler = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
+    def start_server(self) -> None:
+        command = [sys.executable, "-m", "tests.support.s3_server", str(self.store_port), str(self.scratch)]
+        self.server = subprocess.Popen(command, cwd=ROOT)
+
     def start_client(self, number: int) -> None:
         words = [sys.executable, "-m", "tests.support.fleet_chaos", "client"]
-        words += [str(self.directory(number)), str(number // SAME), str(self.store), self.grid.address]
+        store = self.chance.choice([str(self.store), SERVED])
+        words += [str(self.directory(number)), str(number // SAME), store, self.grid.address]
         self.client = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
     def directory(self, number: int) -> Path:
@@ -186,6 +198,21 @@ class World:
         self._later(1, partial(self._lead, self.scratch / "disk"))
         return True
 
+    def kill_server(self) -> bool:
+        if self.server.poll() is not None:
+            return False
+        self.server.kill()
+        self.server.wait()
+        self._later(3, self.start_server)
+        return True
+
+    def stop_server(self) -> bool:
+        if self.server.poll() is not None:
+            return False
+        self.server.send_signal(signal.SIGSTOP)
+        self._later(2, partial(self.server.send_signal, signal.SIGCONT))
+        return True
+
     def _lead(self, to: Path) -> None:
         new = self.scratch / f"link to {to.name}"
         new.unlink(missing_ok=True)
@@ -206,8 +233,9 @@ class World:
     def stop(self) -> None:
         self.calm()
         self.grid.stop()
-        self.scheduler.kill()
-        self.scheduler.wait()
+        for process in (self.scheduler, self.server):
+            process.kill()
+            process.wait()
         if self.client and self.client.poll() is None:
             self.client.kill()
 
@@ -221,7 +249,7 @@ FAULTS: dict[str, Callable[[World], bool]] = {
     name: getattr(World, name.replace(" ", "_"))
     for name in (
         *("kill worker", "stop worker", "kill crew", "kill scheduler", "stop scheduler"),
-        *("kill client", "stop client", "cut connections", "lose store"),
+        *("kill client", "stop client", "cut connections", "lose store", "kill server", "stop server"),
     )
 }
 
@@ -277,7 +305,7 @@ def outcome(world: World, number: int, faults: int) -> str:
     return "complete, steps here" if "run here" in said else "complete"
 
 
-def client_of(directory: Path, config: object, store: Path, address: str) -> Client:
+def client_of(directory: Path, config: object, store: Path | str, address: str) -> Client:
     given = {"count": STEPS, "seconds": SECONDS, "log": directory / "log"}
     return Client(directory, store, address, config=content_of(config), **given)
 
@@ -320,7 +348,7 @@ def main(faults: str = "100", seed: str = "0") -> None:
 
 
 def build(directory: str, config: str, store: str, address: str) -> None:
-    client = client_of(Path(directory), config, Path(store), address)
+    client = client_of(Path(directory), config, store, address)
     if failed := client.build():
         raise SystemExit("; ".join(failed))
 
