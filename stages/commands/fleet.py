@@ -23,7 +23,6 @@ from typing import Any
 from doit.exceptions import TaskFailed
 
 from llama_npu2 import trust
-from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.errors import UserError, reason
 from llama_npu2.schema import load_json
 from stages.engine.code import Code
@@ -151,10 +150,9 @@ class Catalogue(contextlib.ExitStack):
     def _build(self, entry: Mapping[str, str]) -> Build:
         """Return an entry's build; all share what they know of files."""
         build = Build(parse_options({name: value for name, value in entry.items() if name != "on"}, ["compile"]))
-        if self._digests is None:
-            self._digests, self._code = build.project.digests, build.project.code
-        build.project.digests = self._digests
-        assert self._code
+        if self._digests is None or self._code is None:
+            self._digests, self._code = build.digests, build.project.code
+        build.digests = self._digests
         build.project.code = self._code
         return build
 
@@ -237,8 +235,7 @@ def _named(entry: Mapping[str, str]) -> str:
 def _signer(directory: Path) -> str:
     """Return who vouches for a directory."""
     try:
-        manifest = Manifest.open(directory)
-        return trust.allowed(manifest.directory, manifest.content, manifest.mark, manifest.signature)
+        return trust.vouching(directory)
     except UserError as error:
         return f"nobody whom you trust: {error}"
 

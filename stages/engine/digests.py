@@ -53,8 +53,11 @@ class Digests:
 
         None if there is no such path.
         """
-        if path.is_dir():
-            return xxhash.xxh3_128_hexdigest(_listed(path, self.of))
+        digest = self.of_file(path)
+        return xxhash.xxh3_128_hexdigest(_listed(path, self.of)) if digest is None and path.is_dir() else digest
+
+    def of_file(self, path: Path) -> str | None:
+        """Return the xxh3-128, hex, of a file's content; None if there is no such file."""
         digest: str | None = self.remembered("", path, content_digest)
         return digest
 

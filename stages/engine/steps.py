@@ -137,7 +137,7 @@ class Step:
         for label, digest in recorded.items():
             path = self.located(label)
             # Actions discover files only: a receipt that names "/" must not make us read all of it.
-            now = self._digest(path) if label in declared or not path.is_dir() else None
+            now = self._digest(path) if label in declared else self.project.digests.of_file(path)
             if now != digest:
                 yield input_change(label, digest, now)
 

@@ -23,6 +23,7 @@ MAC = "mac"
 _PURPOSE = "receipt"
 
 
+@functools.lru_cache(1 << 16)
 def is_native(label: str) -> bool:
     """Return whether a step's output becomes native code, or says which native code is run."""
     return any(Path(label).is_relative_to(place) for place in NATIVE)

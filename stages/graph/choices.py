@@ -170,10 +170,14 @@ class Choices:
         return Path(self.options.artifacts).parent / "reports" / self.source.name / self.name / name
 
     @cached_property
+    def digests(self) -> Digests:
+        """The digests of all directories below `artifacts`."""
+        return Digests(self.artifacts / ".digests.json")
+
+    @cached_property
     def project(self) -> Project:
         lock = ProcessLock(lock_file(self.artifacts, self.source.name, self.name))
-        digests = Digests(self.artifacts / ".digests.json")
-        project = Project(self.directory, digests, lock, self._shared(), accepted=Path("tokenizer"))
+        project = Project(self.directory, self.digests, lock, self._shared(), accepted=Path("tokenizer"))
         if self.options.on:
             project.at_once = BoundedSemaphore(at_a_time())
         return project

@@ -334,19 +334,6 @@ def test_a_changed_tile_function_reaches_the_elfs_that_link_it(built: Path, fake
 
 
 @pytest.mark.thorough
-def test_workers_leave_the_bytes_of_a_local_build(built: Path, fakes: dict[str, str]) -> None:
-    pytest.importorskip("distributed")
-    assert "manifest" in ran(doit(*COMPILE, cwd=built, env=fakes))
-    there = doit(*COMPILE, "artifacts=elsewhere", "on=local", cwd=built, env=fakes)
-    assert there.returncode == 0, there.stderr
-    lines = [line.partition(": run on ")[0] for line in there.stderr.splitlines() if ": run on " in line]
-    assert {*lines} > LINKS_SILU and len(lines) == len({*lines}), "no step ran twice"
-    one, other = (built / root / "demo/npu2" for root in ("artifacts", "elsewhere"))
-    for path in [one / "manifest.json", *(one / "elf").iterdir(), *(one / "build/modules").iterdir()]:
-        assert (other / path.relative_to(one)).read_bytes() == path.read_bytes(), path
-
-
-@pytest.mark.thorough
 def test_a_level_of_its_own_rebuilds_one_source(built: Path, fakes: dict[str, str]) -> None:
     ran(doit(*COMPILE, cwd=built, env=fakes))
     chosen = fakes | {VARIABLE: "silu_and_mul=1"}

@@ -18,6 +18,7 @@ from llama_npu2.trust.artifacts import (
     mark_own,
     signature,
     signed_statement,
+    vouching,
 )
 from llama_npu2.trust.envelopes import Signed, Untrusted, sign, verify
 from llama_npu2.trust.keys import PublicKey, add_key, remove_key, trusted_keys

@@ -93,6 +93,11 @@ def allowed(directory: Path, manifest: bytes, mark: bytes, envelope: bytes) -> s
     return signed_statement(directory, manifest, envelope)[1]
 
 
+def vouching(directory: Path) -> str:
+    """Return who vouches for the manifest of a directory, as `allowed` does. Raises UserError as that."""
+    return allowed(directory, *(_read_start(directory / name) for name in (MANIFEST, LOCAL, SIGNATURE)))
+
+
 def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes, native: Sequence[str]) -> None:
     """Raise UserError if nobody vouches for the manifest.
 
