@@ -74,13 +74,13 @@ def test_each_output_that_is_deleted_truncated_or_flipped(compiled: Build) -> No
 def test_each_input_and_header(compiled: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """That no step makes: those are outputs of others. A file reads as another one, or as none."""
     digests, headers = compiled.project.digests, set()
-    of, made = digests.of, {label for _, label in recorded(compiled, "outputs")}
+    of, made = digests.of_file, {label for _, label in recorded(compiled, "outputs")}
     cases = {(name, label) for name, label in recorded(compiled, "inputs") if label not in made | {"tokenizer"}}
     for name, label in cases:
         step = compiled.steps[name]
         for digest, text in (("other", "changed"), (None, "is missing")):
             path = step.located(label)
-            monkeypatch.setattr(digests, "of", lambda p, of=of, at=path, to=digest: to if p == at else of(p))
+            monkeypatch.setattr(digests, "of_file", lambda p, of=of, at=path, to=digest: to if p == at else of(p))
             noun = "header" if label.endswith(".h") else "input"
             assert sentences(step) == [f"{noun} {label} {text}"]
             headers |= {label} if noun == "header" else set()
