@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llama_npu2.artifact.plan import BLOCK_POSITIONS, DECODE, PREFILL, Phase
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, DECODE, PREFILL, TOKENS, Phase
 from llama_npu2.devices import HostBuffer
 from llama_npu2.engine import turns
 from llama_npu2.engine.batch.scheduler import Scheduler
@@ -33,7 +34,7 @@ class Device:
     It has a cache of keys, and one of a convolution: position p is in row p + TAPS - 1. The TAPS rows up to it count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drafts: bool = False) -> None:
         self.keys = np.full((CONTEXT, 1), -1, np.int64)
         self.history = np.zeros((CONTEXT + TAPS - 1, 1), np.int64)
         self.calls = 0
@@ -43,11 +44,19 @@ class Device:
             **{PREFILL._replace(rows=rows, context=context): 5.0 + rows / 40 + context / 900
                for rows in (32, 128, 256) for context in (0, 512, CONTEXT) if not context or context > rows},
         }  # fmt: skip
-        self.chunks = Chunks(milliseconds, windows)
+        several = {Phase(TOKENS, 4, size): 3.5 for size in (512, CONTEXT)} if drafts else {}
+        self.chunks = Chunks(milliseconds | several, windows)
 
     def process(self, phase: Phase, tokens: Sequence[int], position: int) -> np.ndarray:
         self.calls += 1
         assert position + len(tokens) <= (phase.positions or CONTEXT) and len(tokens) <= (phase.rows or 1)
+        if phase.kind == TOKENS:
+            assert position + phase.rows <= phase.context
+            phases = [(decode_phase(self.chunks.windows, at), at) for at in range(position, position + len(tokens))]
+            return np.concatenate([self._one([token], *each) for token, each in zip(tokens, phases, strict=True)])
+        return self._one(tokens, phase, position)
+
+    def _one(self, tokens: Sequence[int], phase: Phase, position: int) -> np.ndarray:
         code = hash((phase.rows, phase.context, 0 if phase.kind == DECODE.kind else position)) & 0xFFFF
         end = position + len(tokens)
         before = _mixed(self.keys[:position, 0])
@@ -55,7 +64,7 @@ class Device:
         for at, token in enumerate(tokens, position):
             self.keys[at] = _mixed(np.array([before, code, token, at, *self.history[at : at + TAPS, 0]]))
         draws = np.random.default_rng(abs(int(_mixed(self.keys[:end, 0]))))
-        return draws.random(VOCAB).astype(np.float32)
+        return draws.random((1, VOCAB)).astype(np.float32)
 
 
 def _mixed(numbers: np.ndarray) -> np.int64:
@@ -85,7 +94,7 @@ def alone(prompt: list[int], count: int) -> Reply:
     for chunk in device.chunks.cheapest(0, len(prompt)):
         logits = device.process(chunk.phase, prompt[chunk.start : chunk.end], chunk.start)
     while True:
-        reply.take(logits)
+        reply.take(logits[-1])
         if reply.finished:
             return reply
         position = len(reply.ids) - 1
@@ -103,16 +112,24 @@ def steps_of(device: Device, blocks: int) -> TurnSteps:
     return TurnSteps(manifest, memory, blocks, device.chunks, device.process)
 
 
-def schedule(seed: int) -> Counts:
+def schedule(seed: int, drafts: bool = False) -> Counts:
     draw = random.Random(seed)
-    device = Device()
+    device = Device(drafts)
     asked = [
         (text, min(draw.choice([1, 6, 150]), CONTEXT - len(text)))
         for text in prompts(draw, draw.randint(2, 7), VOCAB, draw.choice([300, 980]))
     ]
     least = 1 + max(len(text) + count for text, count in asked) // BLOCK_POSITIONS
     steps = steps_of(device, draw.choice([least, least + 3, 60]))
-    work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, CONTEXT, turns=steps, least_shared=draw.choice([1, 8]))
+    work = Scheduler(
+        steps,
+        BLOCK_POSITIONS,
+        steps.rows,
+        CONTEXT,
+        turns=steps,
+        least_shared=draw.choice([1, 8]),
+        clock=itertools.count().__next__,  # steps take as long whatever their rows, so that drafts pay
+    )
     replies = [Reply(*each) for each in asked]
     cancelled = run(draw, work, replies)
     all_back(work.cache)
@@ -127,6 +144,12 @@ def test_every_sequence_has_the_bits_that_it_has_alone() -> None:
     counts = total(schedule, range(25))
     print(counts)
     assert counts.swaps and counts.shared and counts.copies and counts.evicted and not counts.drafted
+
+
+def test_drafts_are_checked_in_a_sequence_s_turn() -> None:
+    counts = total(lambda seed: schedule(seed, drafts=True), range(15))
+    print(counts)
+    assert counts.swaps and counts.shared and counts.copies and counts.drafted > counts.rejected > 0
 
 
 def by_tokens_alone(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from itertools import count, islice
 
 import numpy as np
 
-from llama_npu2.artifact.plan import Phase
+from llama_npu2.artifact.plan import DECODE, Phase
 from llama_npu2.engine.batch.drafts import Drafts, Wanted
 from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.batch.sequence import Cache, Growing, Sequence
@@ -253,9 +253,13 @@ class Scheduler:
                 planned.drafts, planned.phase = drafts, phase
 
     def _phase_of(self, planned: Planned, drafts: list[int]) -> Phase | None:
-        """Return what processes a token and its drafts where programs have fixed shapes, if something does."""
-        chunks = self._turns.recipe.chunks if self._turns else None
-        return chunks.tokens_phase(planned.sequence.done, 1 + len(drafts)) if chunks else None
+        """Return what processes a token and its drafts where programs have fixed shapes, if something does.
+
+        A prompt's last rows keep the bits of their own phase, so that nothing is drafted after them.
+        """
+        if not self._turns or not planned.phase or planned.phase.kind != DECODE.kind:
+            return None
+        return self._turns.recipe.chunks.tokens_phase(planned.sequence.done, 1 + len(drafts))
 
     def _advance(self, planned: Planned, wanted: list[np.ndarray]) -> None:
         """Note that a sequence's rows are processed; give it the rows that it wants, as far as drafts came true."""
