@@ -126,7 +126,7 @@ class Wiring:
         # This fetches the configuration of a hub's model that is not here yet.
         positions = self.build.positions if self.target.static else CONTEXT_BUCKET
         self.target.check(config.within(positions))
-        all_programs = programs(config, self.grouping, self.build.buckets, policy, positions)
+        all_programs = programs(config, self.build.grouping, self.build.buckets, policy, positions)
         host, sets = tuple(program for program in all_programs if program.host), self.host_sets
         device = (Library(p.name, self.target, (p,), sets) for p in all_programs if not p.host)
         return [Library(HOST, targets()["cpu"], host, sets), *device]
