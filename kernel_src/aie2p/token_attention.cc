@@ -21,10 +21,6 @@ void copy(const bfloat16 *from, unsigned count, bfloat16 *to) {
     for (unsigned d = 0; d < count; d += L) aie::store_v(to + d, aie::load_v<L>(from + d));
 }
 
-}  // namespace
-
-namespace {
-
 #if NORM
 #define NORMED(...) __VA_ARGS__
 #else
@@ -56,7 +52,7 @@ void take_queries(bfloat16 *rows, const float *table, int32 group,
 }
 
 // The first key of a tile, which counts from the first of the view, is at this position; `position`: the first token's.
-[[maybe_unused]] int32 first_key([[maybe_unused]] int32 position, int32 k_row) {
+int32 first_key([[maybe_unused]] int32 position, int32 k_row) {
 #ifdef SLIDES
     return k_row + first_tile(position);
 #else
@@ -73,25 +69,25 @@ void insert(const bfloat16 *row, int32 at, bfloat16 *kv) {
 
 #ifdef TOKENS
 
-// TOKENS tokens at consecutive positions. table: a row of each, as above. fresh: of each bf16 [K | V][HD], the group's
+// TOKENS tokens at consecutive positions, without NORM. table: a row of each, as above. fresh: of each bf16 [K | V][HD], the group's
 // part of its row of the cache; then their positions, i32.
 
 constexpr unsigned ANGLES = HD + LAYOUT_POSITION / 2;
 
 extern "C" void AIE_FN(ta_row)(bfloat16 *rows, const float *table, int32 group, int32 index,
-                               bfloat16 *fresh NORMED(, const bfloat16 *k_norm, float eps)) {
+                               bfloat16 *fresh) {
     use_nearest_even();
     table += index * ANGLES;
-    take_row(rows, table, group, fresh + index * 2 * HD NORMED(, k_norm, eps));
+    take_row(rows, table, group, fresh + index * 2 * HD);
     reinterpret_cast<int32 *>(fresh + TOKENS * 2 * HD)[index] = position_of(table);
 }
 
 // Of the token `own`, when it comes.
 extern "C" void AIE_FN(ta_queries)(bfloat16 *rows, const float *table, int32 group, int32 index, int32 own, bfloat16 *q,
-                                   float *acc, float *stats NORMED(, const bfloat16 *q_norm, float eps)) {
+                                   float *acc, float *stats) {
     if (index != own) return;
     use_nearest_even();
-    take_queries(rows, table + own * ANGLES, group, q NORMED(, q_norm, eps));
+    take_queries(rows, table + own * ANGLES, group, q);
     begin(acc, stats);
 }
 

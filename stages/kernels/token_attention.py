@@ -288,7 +288,7 @@ def several(one: Tiling, tokens: Tokens) -> Tiling:
     which are too many transfers.
     """
     what = f"{one}, of {tokens.count} tokens"
-    limits.require(what, "tasks at a channel", _TASKS + len(_norms(one)), limits.QUEUE_DEPTH)
+    limits.require(what, "tasks at a channel", _TASKS + (len(_NORMS) if one.norm else 0), limits.QUEUE_DEPTH)
     window = one.scores.positions(tokens.count, one.tile_k) if one.slides else one.window
     ways = [
         # The compiler puts herds of two to four cores into one column, where the keys of two heads lose their order.
@@ -309,16 +309,17 @@ _TASKS = 3
 """Tasks that send Q, K and V of all tokens, and their rows of the table."""
 
 _TOKEN_ROWS = 2
-"""Rows of cores among which tokens are divided: four streams lead from a column's cores to its memory tile, and one of
-them is for the cache's rows."""
+"""Rows of cores among which tokens are divided: four streams lead from a column's cores to its memory tile, and each
+core has two, one for its results and one for the cache's rows."""
 
 
 def _fits(p: Tiling) -> bool:
     """Return whether the buffers of a core fit L1.
 
-    In order: Q, K and V, and the table's row, which the compiler copies where there are several; weights of norms; the
-    cache's row, and that of all tokens with their positions; the result; queries and accumulators, maxima and sums;
-    keys, values and scores, which the compiler copies because only the loop over the keys uses them.
+    In order: Q, K and V, and the table's row of each token; weights of norms; where there are several tokens, their
+    rows of the cache with their positions; of each of the core's tokens the cache's row, the result, queries and
+    accumulators, maxima and sums; keys, values and scores, which the compiler copies because only the loop over the
+    keys uses them.
     """
     count, each = p.tokens.count, p.tokens.each
     own = BF16 * (2 + p.group) * p.head_dim + (BF16 + F32) * p.queries * p.head_dim + 2 * F32 * p.queries
@@ -369,11 +370,6 @@ def build(tiling: Tiling) -> AirModule:
 _NORMS = ("q_norm", "k_norm")
 
 
-def _norms(p: Tiling) -> tuple[str, ...]:
-    """Return the arguments of the weights of norms."""
-    return _NORMS if p.norm else ()
-
-
 def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_head: Index) -> None:
     """Rotate a group's queries, then compute their attention over all key tiles."""
     d, k, width = p.head_dim, p.tile_k, p.group * p.head_dim
@@ -403,8 +399,7 @@ def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
     count, d, width, kv = p.tokens.count, p.head_dim, p.group * p.head_dim, p.kv_heads * 2 * p.head_dim
     herd = p.columns, p.tokens.herd_rows
     rows = b.channel((1, 1), herd)
-    for name, size in (*((norm, d) for norm in _norms(p)), ("table", count * p.angles)):
-        b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
+    b.put(rows, (0, 0), b.args["table"].at((0, count * p.angles, 1)))
     with b.loop(count) as i:
         b.put(rows, (0, 0), b.args["x"].at((i, 1, p.width), (0, p.width, 1)))
     together = p.tokens.together
@@ -433,17 +428,15 @@ def _attend_own(
     of_token = [blocks, ((p.queries, d), "f32"), ((2, p.queries), "f32")]
     with (
         b.alloc(air.L1, (p.fresh,), ((p.queries, k), "f32"), *of_token * each) as (fresh, scores, *buffers),
-        b.alloc(air.L1, *[(d,)] * len(_norms(p)), ((count * p.angles,), "f32"), (p.width,)) as (*norms, table, x),
+        b.alloc(air.L1, ((count * p.angles,), "f32"), (p.width,)) as (table, x),
     ):
         own = [(ty * each + (start + token), buffers[3 * token : 3 * token + 3]) for token in range(each)]
-        for given in (*norms, table):
-            b.get(rows, tile, given)
-        of_norms = [(norm, p.norm.eps) for norm in norms] if p.norm else [(), ()]
+        b.get(rows, tile, table)
         for i in range(count):
             b.get(rows, tile, x)
-            b.call(p.variant, "ta_row", x, table, kv_head, i, fresh, *of_norms[1])
+            b.call(p.variant, "ta_row", x, table, kv_head, i, fresh)
             for token, work in own:
-                b.call(p.variant, "ta_queries", x, table, kv_head, i, token, *work, *of_norms[0])
+                b.call(p.variant, "ta_queries", x, table, kv_head, i, token, *work)
         with b.loop(p.steps) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
             b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
             for token, work in own:

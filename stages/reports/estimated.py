@@ -121,10 +121,8 @@ class Estimate:
     def programs(self) -> list[Program]:
         """Device programs."""
         of = self.config, self.grouping, self.buckets, self.policy
-        prompts = [p for p in programs(*of, self.positions) if p.bucket and not p.several]
-        tokens = [
-            p for p in programs(*of, self.window) if (p.several or not p.bucket) and p.context in (None, self.window)
-        ]
+        prompts = [p for p in programs(*of, self.positions) if p.bucket]
+        tokens = [p for p in programs(*of, self.window) if not p.bucket and p.context in (None, self.window)]
         return [p for p in (*prompts, *tokens) if not p.host]
 
     @cached_property

@@ -39,8 +39,12 @@ _JOINED_TOKENS = {kind: tuple(f"{BATCHED}{name}" for name in names) for kind, na
 _TOKENS = Chain(_START, _JOINED_TOKENS, (f"{BATCHED}norm_lm_head",), scale=SCALE_LOGITS_ROWS)
 
 
-def _joined_groups(kind: str, prefix: str = "", several: bool = False) -> tuple[Group, ...]:
-    """Return the programs of a token, or of several, with joined weights. `prefix`: of their parts."""
+def _joined_groups(kind: str, prefix: str = "") -> tuple[Group, ...]:
+    """Return the programs of a token, or of several, with joined weights.
+
+    `prefix`: what the names of their parts begin with; nothing for those of one token.
+    """
+    several = bool(prefix)
     first, after = (f"{prefix}norm_qkv_gemv", f"{prefix}token_attn"), f"{prefix}o_ffn_gemvs"
     conv = f"{prefix}norm_gemv_conv"
     return (
@@ -86,7 +90,7 @@ GROUPINGS = {
             (
                 *_PROMPT_PROGRAMS,
                 *_joined_groups("decode"),
-                *_joined_groups("tokens", BATCHED, several=True),
+                *_joined_groups("tokens", BATCHED),
             ),
             tokens=_TOKENS,
         ),
