@@ -1,10 +1,12 @@
-// The products of one grouped format with x in 8 bits (byte_rows.h), as grouped_products.h has them with x in 16. There is no
-// code for tiles: processors with AMX take AVX512's.
+// The products of one grouped format with x in 8 bits (byte_rows.h), as grouped_products.h has them with x in 16.
 #include "vec.h"
 #include "epilogue.h"
 #include "scale_row.h"
 #include "operand.h"
 #include "tile.h"
+#if ISA_AMX
+#include "amx.h"
+#endif
 #include "gemm_core.h"
 #include "streams.h"
 #include "fixed_point.h"

@@ -33,6 +33,7 @@ struct TileRows<FixedRow> {
         unit = first.units + group * inputs / fixed_inputs, unit_stride = bytes / 4;
     }
     INLINE_MEMBER void next() { x += x_stride, unit += unit_stride; }
+    INLINE_MEMBER int64_t stride() const { return x_stride * static_cast<int64_t>(sizeof *x); }  // in bytes
 };
 
 template <int64_t inputs>
@@ -47,6 +48,7 @@ struct TileRows<ByteRow<inputs>> {
         return reinterpret_cast<const ByteGroup<inputs> *>(reinterpret_cast<const char *>(x) + r * x_stride);
     }
     INLINE_MEMBER void next() { x = row(1); }
+    INLINE_MEMBER int64_t stride() const { return x_stride; }
 };
 
 template <class Format>

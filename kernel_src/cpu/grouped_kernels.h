@@ -98,7 +98,9 @@ OF_VECTORS(gemv_bias)
 OF_VECTORS(gemv_f32)
 OF_VECTORS(gemv_add)
 OF_VECTORS(gemv_silu)
+#if !defined(PRODUCTS_ALONE)
 OF_VECTORS(embed)
+#endif
 #define BY_VECTORS(kernel, ...) NAMED(kernel##_avx512bf16)(__VA_ARGS__)
 #define BY_TILES(kernel, ...)                                    \
     if (rows <= 8) return BY_VECTORS(kernel, __VA_ARGS__); \

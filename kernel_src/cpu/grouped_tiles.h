@@ -1,17 +1,11 @@
 // How a matrix meets a group of weights in tiles (amx.h): part of grouped_gemm.h, for instruction set amx. Sums are the same
 // whole numbers as elsewhere.
 
-// As bytes: x = 256 high + low, with a sign both, weights in quads, in whose order x is. Each has a tile.
+// As bytes: x = 256 high + low, with a sign both, weights in quads, in whose order x is. Each has a tile. A row's groups are
+// `group_bytes` apart.
 template <class Format>
 struct Parts {
-    static constexpr int64_t inputs = Format::inputs, x_bytes = inputs, weight_lines = inputs / quad;
-
-    INLINE void widen(const uint8_t *numbers, uint8_t *lines) {
-        typedef uint8_t bytesv __attribute__((vector_size(lanes * quad)));
-#pragma GCC unroll 8
-        for (int i = 0; i < inputs / quad; i++)
-            store(lines + i * line_bytes, (bytesv)Format::quad_at(numbers, i, 0) - static_cast<uint8_t>(Format::zero));
-    }
+    static constexpr int64_t inputs = Format::inputs, x_bytes = inputs, group_bytes = 2 * inputs;
 
     INLINE void split(int16_t *numbers, int64_t count) {
         for (int64_t first = 0; first < count; first += inputs) {
@@ -44,7 +38,7 @@ struct Parts {
         tile_store<at + 1>(high, sizeof *high);
     }
 
-    INLINE_MEMBER void add(f32v scale, f32v *total) const {
+    INLINE_MEMBER void add(f32v scale, const uint8_t *, int64_t, f32v *total) const {
 #pragma GCC unroll 16
         for (int64_t r = 0; r < tile_lines; r++) {
             const i32v upper = load<i32v>(high[r]), lower = load<i32v>(low[r]);
@@ -59,14 +53,49 @@ struct Parts {
     }
 };
 
-// A group of a tile's panels, widened.
+// x in 8 bits has one tile.
+template <class Stored>
+struct Parts<A8<Stored>> {
+    using Group = ByteGroup<Stored::inputs>;
+    static constexpr int64_t x_bytes = Stored::inputs, group_bytes = sizeof(Group);
+
+    alignas(64) int32_t sums[tile_lines][panel_rows];
+
+    template <int at>
+    INLINE void multiply(const uint8_t *x, int64_t stride, const uint8_t *lines) {
+        tile_load<6>(lines, line_bytes);
+        tile_load<4>(x, stride);
+        tile_zero<at>();
+        tile_multiply_i8<at, 4, 6>();
+    }
+
+    template <int at>
+    INLINE_MEMBER void keep() {
+        tile_store<at>(sums, sizeof *sums);
+    }
+
+    INLINE_MEMBER void add(f32v scale, const uint8_t *x, int64_t stride, f32v *total) const {
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < tile_lines; r++) {
+            const Group *group = reinterpret_cast<const Group *>(x + r * stride);
+            total[r] = multiply_add(scale * group->scale, whole_to_float(load<i32v>(sums[r])), total[r]);
+        }
+    }
+};
+
+// A group of a tile's panels, widened to bytes with a sign.
 template <class Format>
 struct WideGroup {
-    alignas(64) uint8_t lines[grouped_panels][Parts<Format>::weight_lines][line_bytes];
+    static constexpr int64_t quads = Format::inputs / quad;
+    alignas(64) uint8_t lines[grouped_panels][quads][line_bytes];
     float scale[grouped_panels][panel_rows];
 
     INLINE_MEMBER void widen(const uint8_t *panel, int64_t p, int64_t group) {
-        Parts<Format>::widen(GroupedPanel<Format>::numbers(panel, group), lines[p][0]);
+        typedef uint8_t bytesv __attribute__((vector_size(lanes * quad)));
+        const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
+#pragma GCC unroll 8
+        for (int i = 0; i < quads; i++)
+            store(lines[p][i], (bytesv)Format::quad_at(numbers, i, 0) - static_cast<uint8_t>(Format::zero));
         store(scale[p], Format::at(GroupedPanel<Format>::scales(panel, group), 0));
     }
 };
@@ -83,7 +112,7 @@ INLINE TileShapes product_tiles() {
     TileShapes shapes;
     shapes.set(0, 3, tile_lines, line_bytes);
     shapes.set(4, 5, tile_lines, Parts<Format>::x_bytes);
-    shapes.set(6, 6, Parts<Format>::weight_lines, line_bytes);
+    shapes.set(6, 6, WideGroup<Format>::quads, line_bytes);
     return shapes;
 }
 
@@ -95,24 +124,28 @@ struct TileOperands {
     const WideGroup<Format> *weights;
     int64_t panel;
 
+    INLINE_MEMBER const uint8_t *group(int64_t g) const { return x + Parts<Format>::group_bytes * g; }
+
     template <int at>
     INLINE_MEMBER void multiply(int64_t g) const {
-        Parts<Format>::template multiply<at>(x + 2 * Parts<Format>::x_bytes * g, stride, weights[g].lines[panel][0]);
+        Parts<Format>::template multiply<at>(group(g), stride, weights[g].lines[panel][0]);
     }
 
     INLINE_MEMBER void add(const Parts<Format> &sums, int64_t g, f32v *total) const {
-        sums.add(load<f32v>(weights[g].scale[panel]), total);
+        sums.add(load<f32v>(weights[g].scale[panel]), group(g), stride, total);
     }
 };
 
 // While a group is multiplied, the sums of the one before leave their tiles, and those before them are added.
 template <class Format>
 void grouped_tile(const GroupedTileArgs<Format> &args, int64_t p) {
-    const TileOperands<Format> own = {reinterpret_cast<const uint8_t *>(args.x),
-                                      args.x_stride * static_cast<int64_t>(sizeof *args.x), args.weights, p};
+    const TileOperands<Format> own = {reinterpret_cast<const uint8_t *>(args.x), args.stride(), args.weights, p};
     const int64_t groups = args.groups;
+    float *const out = args.out + p * panel_rows;
     Parts<Format> even, odd;
-    f32v total[tile_lines] = {};
+    f32v total[tile_lines];
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < tile_lines; r++) total[r] = begin_block<Format>(out + r * args.out_stride);
     own.template multiply<0>(0);
     even.template keep<0>();
     if (1 < groups) own.template multiply<2>(1);
@@ -127,7 +160,8 @@ void grouped_tile(const GroupedTileArgs<Format> &args, int64_t p) {
     }
 #pragma GCC unroll 16
     for (int64_t r = 0; r < tile_lines; r++)
-        add_block(args.out + r * args.out_stride + p * panel_rows, total[r], args.unit[r * args.unit_stride]);
+        if constexpr (takes_bytes<Format>) store(out + r * args.out_stride, total[r]);
+        else add_block(out + r * args.out_stride, total[r], args.unit[r * args.unit_stride]);
 }
 
 // Rows of a tile, with what memory there is behind `rows` of them.
@@ -170,12 +204,13 @@ void whole_minima_tile(const MinimaTileArgs &args, int64_t p) {
         else tile_load<6>(Panel::minima(args.panels[p], g), Panel::block);
         alignas(64) int32_t sums[sum_digits][tile_lines][panel_rows];
         const SumDigit *digits = digits_of(args.x.first, g);
-        multiply_digit<0>(digits, args.x.bytes, sums[0][0]);
+        if constexpr (first_digit<Format> == 0) multiply_digit<0>(digits, args.x.bytes, sums[0][0]);
         multiply_digit<1>(digits, args.x.bytes, sums[0][0]);
         multiply_digit<2>(digits, args.x.bytes, sums[0][0]);
 #pragma GCC unroll 16
         for (int64_t r = 0; r < tile_lines; r++) {
-            const i32v high = (load<i32v>(sums[0][r]) << digit_bits) + load<i32v>(sums[1][r]);
+            const i32v highest = first_digit<Format> == 0 ? load<i32v>(sums[0][r]) << digit_bits : i32v{};
+            const i32v high = highest + load<i32v>(sums[1][r]);
             const i32v whole = (high << digit_bits) + load<i32v>(sums[2][r]);
             total[r] = multiply_add(splat(args.x.row(r).units[g / digit_groups]), whole_to_float(whole), total[r]);
         }
