@@ -1,8 +1,9 @@
 """`doit estimate`: the time of every launch on the NPU and what limits it, by program, token and prompt.
 
-`streams=4`: also what 4 sequences get at a time. `measured=FILE`: with the rates in a report of `doit selftest`, as far
-as it has them. `published=1`: other projects' plans by the same arithmetic, next to what they measured.
-`target=npu2-sim`: next to what the simulator counted. The arithmetic is that of `stages.estimate`.
+`streams=4`: also what 4 sequences get at a time. `npu.tokens=4`: also four tokens of a text at once.
+`measured=FILE`: with the rates in a report of `doit selftest`, as far as it has them. `published=1`: other projects'
+plans by the same arithmetic, next to what they measured. `target=npu2-sim`: next to what the simulator counted. The
+arithmetic is that of `stages.estimate`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from stages.engine.files import write_json
 from stages.estimate.constants import Machine
@@ -43,12 +45,9 @@ def _report(build: Build, machine: Machine) -> None:
     stored = config.within(build.context)
     build.target.check(stored)
     chosen = options.bucket_list(), machine, build.policy
-    estimates = {
-        name: Estimate(config, name, *chosen, positions=build.positions, second_copy=options.second_copy)
-        for name in GROUPINGS
-    }
-    grouping = build.grouping_name
-    composed = build.target.grouping(grouping)
+    sizes: dict[str, Any] = {"positions": build.positions, "counts": options.token_counts()}
+    estimates = {name: Estimate(config, name, *chosen, second_copy=options.second_copy, **sizes) for name in GROUPINGS}
+    grouping, composed = build.grouping_name, build.grouping
     plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
     locked = locked_memory(plan, stored, composed, build.buckets, build.policy, options.second_copy)
     turns = [estimates[grouping].turns(sequences) for sequences in options.stream_list()]

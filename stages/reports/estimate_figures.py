@@ -18,7 +18,7 @@ from stages.estimate.price import Priced
 from stages.estimate.ranges import Range
 from stages.estimate.work import Time
 from stages.proof.selftest.measure import RATES_OF_TABLE
-from stages.reports.estimated import TOKEN, Estimate, Moment, Turns, total
+from stages.reports.estimated import Estimate, Moment, Turns, total
 from stages.targets.npu2.modules import Module
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return the times of all groupings, and the details of one: its phases, and the launches of its programs.
 
-    Phases are a token after `depth` positions, prompts that fill a bucket, and last chunks of longer prompts.
+    Phases are a token after `depth` positions, several tokens at once, prompts that fill a bucket, and last chunks of
+    longer prompts.
     `turns`: what several sequences get at a time.
     """
     estimate = estimates[grouping]
@@ -42,17 +43,12 @@ def figures(
         "depth": estimate.depth,
         "token_bytes": {"moved": moved, "weights": weights},
         "groupings": {name: one.times() for name, one in estimates.items()},
-        "phases": {phase: _phase(moments) for phase, moments in _phases(estimate)},
+        "phases": {phase: _phase(list(estimate.moments(sizes))) for phase, sizes in estimate.phases()},
         "ranges": {phase: _range(found) for phase, found in estimate.ranges.items()},
         "streams": [asdict(each) for each in turns],
         "programs": {name: _program(rows) for name, rows in estimate.rows.items()},
         "rates": list(_rates(estimate.machine)),
     }
-
-
-def _phases(estimate: Estimate) -> Iterator[tuple[str, list[Moment]]]:
-    yield TOKEN, list(estimate.moments())
-    yield from ((name, list(estimate.moments(bucket, window=window))) for name, bucket, window in estimate.prompts())
 
 
 def _phase(moments: list[Moment]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.estimate import work
 from stages.estimate.ranges import between, per_second
-from stages.reports.estimate_figures import TOKEN
-from stages.reports.estimated import ARRAY_SIDE, HOST_SIDE, TAKE_TURNS
+from stages.reports.estimated import ARRAY_SIDE, HOST_SIDE, TAKE_TURNS, TOKEN
 from stages.reports.pages import (
     Page,
     Series,
@@ -109,7 +108,8 @@ def _summary(figures: Figures) -> Iterator[Markup]:
     if len(figures["groupings"]) == 1:
         return
     columns = ["phase", *(f">grouping {name}, ms" for name in figures["groupings"])]
-    rows = [[phase, *(f"{spent[phase]:.2f}" for spent in figures["groupings"].values())] for phase in phases]
+    by_grouping = figures["groupings"].values()
+    rows = [[phase, *(f"{of[phase]:.2f}" if phase in of else "none" for of in by_grouping)] for phase in phases]
     yield table(columns, rows, "Milliseconds by grouping")
 
 

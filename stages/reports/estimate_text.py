@@ -13,7 +13,7 @@ from stages.estimate.price import Priced
 from stages.estimate.ranges import Range, between, per_second
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
 from stages.estimate.work import Time
-from stages.reports.estimated import DEPTH, TAKE_TURNS, TOKEN, Estimate, total
+from stages.reports.estimated import DEPTH, TAKE_TURNS, TOKEN, Estimate, Sizes, total
 
 MIB = 1 << 20
 
@@ -34,8 +34,15 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
         f"grouping {estimate.name}\n"
         f"  token after {DEPTH} others: {_sum(token, found[TOKEN])}; {_per_second(found[TOKEN])}"
     )
-    for phase, *sizes in estimate.prompts():
-        print(f"  {phase}: {_sum(estimate.prompt(*sizes), found[phase])}")
+    for phase, sizes in estimate.phases():
+        time = estimate.time(sizes)
+        if sizes.several:
+            print(
+                f"  {phase} after {DEPTH} others: {_sum(time, found[phase])}; "
+                f"{time.seconds / token.seconds:.2f} times a token"
+            )
+        elif sizes.of_prompt:
+            print(f"  {phase}: {_sum(time, found[phase])}")
     for name, phases in figures["groupings"].items():
         if name != estimate.name:
             times = ", ".join(f"{phase} {milliseconds:.1f} ms" for phase, milliseconds in phases.items())
@@ -59,7 +66,7 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
     print(f"One call of each program of grouping {estimate.name}:")
     table = Table(_WIDTHS.items())
     print(table.header())
-    stretches = (*estimate.stretches(estimate.buckets[-1]), *estimate.stretches())
+    stretches = (*estimate.stretches(Sizes(estimate.buckets[-1])), *estimate.stretches())
     detailed = {name for stretch in stretches for name in stretch.device}
     for name, rows in estimate.rows.items():
         print(table.row(*_cells(name, rows)))

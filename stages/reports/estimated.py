@@ -27,6 +27,7 @@ from stages.model.grouping import (
     entry_of,
     programs,
     prompt_context_buckets,
+    tokens_context_buckets,
 )
 from stages.model.policy import BF16, Policy
 from stages.model.unpacking import UNPACKED
@@ -66,6 +67,28 @@ class Moment:
     time: Time
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a phase has: the tokens of a step, and for a prompt which context bucket it fills."""
+
+    rows: int | None = None
+    """How many rows the programs take; None for those of one token."""
+    window: int = 0
+    """The context bucket whose last rows a prompt's are; 0 for the first of its bucket."""
+    several: bool = False
+    """Whether the rows are tokens that are computed as one token is."""
+
+    @property
+    def count(self) -> int:
+        return self.rows or 1
+
+    @property
+    def of_prompt(self) -> bool:
+        return bool(self.rows) and not self.several
+
+
+ONE_TOKEN = Sizes()
+
 TAKE_TURNS = "Sequences take turns in the KV cache, which is filled for each turn"
 
 
@@ -100,8 +123,10 @@ class Estimate:
     """Positions that the KV cache has room for."""
     second_copy: bool = False
     """Whether the host has unpacked weights for prompts before, and does not unpack them for each."""
-    _stretches: dict[tuple[int | None, int], list[Stretch]] = field(default_factory=dict, repr=False, compare=False)
-    """What was computed, by bucket and window: it does not depend on rates."""
+    counts: Sequence[int] = ()
+    """How many tokens of a text programs take, besides one, in groupings that have such programs."""
+    _stretches: dict[Sizes, list[Stretch]] = field(default_factory=dict, repr=False, compare=False)
+    """What was computed, by the sizes of a phase: it does not depend on rates."""
     _host_works: dict[tuple[Stretch, int, int], Work] = field(default_factory=dict, repr=False, compare=False)
     """The work of the host's stretches, by rows and positions before them."""
     _on_array: dict[tuple[str, ...], list[Moment]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -110,7 +135,8 @@ class Estimate:
     @cached_property
     def grouping(self) -> Grouping:
         """Which parts the programs have."""
-        return GROUPINGS[self.name].of(self.config, self.policy)
+        grouping = GROUPINGS[self.name].of(self.config, self.policy)
+        return replace(grouping, counts=tuple(self.counts)) if grouping.tokens else grouping
 
     @property
     def window(self) -> int:
@@ -121,9 +147,23 @@ class Estimate:
     def programs(self) -> list[Program]:
         """Device programs."""
         of = self.config, self.grouping, self.buckets, self.policy
-        prompts = [p for p in programs(*of, self.positions) if p.bucket]
+        prompts = [p for p in programs(*of, self.positions) if p.bucket and not p.several]
         tokens = [p for p in programs(*of, self.window) if not p.bucket and p.context in (None, self.window)]
-        return [p for p in (*prompts, *tokens) if not p.host]
+        several = [
+            p
+            for p in programs(*of, self._reach)
+            if p.several and p.bucket and p.context in (None, self.several_window(p.bucket))
+        ]
+        return [p for p in (*prompts, *tokens, *several) if not p.host]
+
+    @property
+    def _reach(self) -> int:
+        """How many positions programs of several tokens cover: those of the KV cache, and of what is priced."""
+        return max(self.positions, self.depth + max(self.counts, default=0))
+
+    def several_window(self, count: int) -> int:
+        """Return the context bucket of so many tokens at once after `depth` others."""
+        return next(size for size in tokens_context_buckets(self._reach) if size >= self.depth + count)
 
     @cached_property
     def modules(self) -> dict[str, Module]:
@@ -144,9 +184,12 @@ class Estimate:
         return other
 
     def times(self) -> dict[str, float]:
-        """Return the milliseconds of a token and of every prompt that has programs, by the phase's name."""
-        prompts = {name: self.prompt(bucket, window) for name, bucket, window in self.prompts()}
-        return {name: time.milliseconds for name, time in ({TOKEN: self.token()} | prompts).items()}
+        """Return the milliseconds of every phase that has programs, by its name: that of a token comes first."""
+        return {name: self.time(sizes).milliseconds for name, sizes in self.phases()}
+
+    def time(self, sizes: Sizes) -> Time:
+        """Return the time of a phase, host and submissions included."""
+        return sum((moment.time for moment in self.moments(sizes)), Time())
 
     @cached_property
     def ranges(self) -> dict[str, Range]:
@@ -159,7 +202,7 @@ class Estimate:
 
     def prompt(self, bucket: int, window: int = 0) -> Time:
         """Return the time of a prompt that fills a bucket; with `window`, of the last rows of a longer prompt."""
-        return sum((moment.time for moment in self.moments(bucket, window=window)), Time())
+        return self.time(Sizes(bucket, window))
 
     def turns(self, sequences: int) -> Turns:
         """Return what several sequences get that make tokens at a time, all after `depth` others.
@@ -177,33 +220,32 @@ class Estimate:
         low, middle, high = (sequences * (time + copying) for time in (token.low, token.middle, token.high))
         return Turns(sequences, tokens, low, middle, high, sequences * self.positions * appended)
 
-    def prompts(self) -> Iterator[tuple[str, int, int]]:
-        """Yield name, bucket and window (context bucket) of every prompt that has programs."""
+    def phases(self) -> Iterator[tuple[str, Sizes]]:
+        """Yield name and sizes of every phase that has programs: a token, several tokens, prompts."""
+        yield TOKEN, ONE_TOKEN
+        yield from ((f"{count} tokens at once", Sizes(count, several=True)) for count in self.grouping.counts)
         for bucket in self.buckets:
             first, *more = prompt_context_buckets(bucket, self.positions)
-            yield f"prompt of {bucket}", bucket, first
-            yield from ((f"last {bucket} of a prompt of {window}", bucket, window) for window in more)
+            yield f"prompt of {bucket}", Sizes(bucket, first)
+            yield from ((f"last {bucket} of a prompt of {window}", Sizes(bucket, window)) for window in more)
 
-    def moments(self, bucket: int | None = None, depth: int | None = None, window: int = 0) -> Iterator[Moment]:
-        """Yield, in order, what happens in a prompt that fills a bucket, or in a token after `depth` positions.
-
-        With `window`, the bucket's rows are the last of a prompt that fills this context bucket.
-        """
-        before = 0 if bucket else self.depth if depth is None else depth
-        crossing = host_traffic(self.config, self.name, bucket or 1, self.grouping.attends)
+    def moments(self, sizes: Sizes = ONE_TOKEN, depth: int | None = None) -> Iterator[Moment]:
+        """Yield, in order, what happens in a phase; tokens come after `depth` positions."""
+        before = 0 if sizes.of_prompt else self.depth if depth is None else depth
+        crossing = host_traffic(self.config, self.name, sizes.count, self.grouping.attends)
         running: list[Moment] = []
         touched: set[str] = set()
-        for stretch in self.stretches(bucket, window):
+        for stretch in self.stretches(sizes):
             if stretch.device:
                 if stretch.device not in self._on_array:  # layers have the same programs
                     self._on_array[stretch.device] = list(self._device(stretch))
                 running, touched = self._on_array[stretch.device], stretch.touched()
                 yield from running
             elif touched & stretch.touched():
-                yield self._host(stretch, bucket or 1, before)
+                yield self._host(stretch, sizes.count, before)
             else:
-                yield _remaining(self._host(stretch, bucket or 1, before), running)
-        crossing_bytes = crossing["prompt" if bucket else "token"]
+                yield _remaining(self._host(stretch, sizes.count, before), running)
+        crossing_bytes = crossing["prompt"] if sizes.of_prompt else sizes.count * crossing["token"]
         yield Moment(
             HOST_SIDE, "copies", "to and from the device", spend(Amount(HOST_COPY, crossing_bytes), self.machine)
         )
@@ -217,32 +259,33 @@ class Estimate:
             weights += sum(nbytes(slot["dtype"], slot["shape"]) for slot in slots)
         return moved, weights
 
-    def stretches(self, bucket: int | None = None, window: int = 0) -> list[Stretch]:
-        """Return the stretches of a prompt in a bucket (and a context bucket that is not its first), or of a token."""
-        if (bucket, window) not in self._stretches:
-            self._stretches[bucket, window] = list(self._made_stretches(bucket, window))
-        return self._stretches[bucket, window]
+    def stretches(self, sizes: Sizes = ONE_TOKEN) -> list[Stretch]:
+        """Return the stretches of a phase."""
+        if sizes not in self._stretches:
+            self._stretches[sizes] = list(self._made_stretches(sizes))
+        return self._stretches[sizes]
 
-    def _made_stretches(self, bucket: int | None, window: int) -> Iterator[Stretch]:
-        chain = self.grouping.prompt if bucket else self.grouping.token
-        chained_parts = chained(self.config, chain, self.policy)
+    def _made_stretches(self, sizes: Sizes) -> Iterator[Stretch]:
+        grouping = self.grouping
+        tokens = grouping.tokens if sizes.several and grouping.tokens else grouping.token
+        chained_parts = chained(self.config, grouping.prompt if sizes.of_prompt else tokens, self.policy)
         parts = [placed for placed in chained_parts if not (self.second_copy and placed.unpacks)]
-        calls = cover(parts, self.grouping.groups)
+        calls = cover(parts, grouping.groups)
         for _, part in groupby(calls, lambda call: call[0] is None):
             pairs = list(part)
-            names = tuple(self._program(group, placed, bucket, window) for group, placed in pairs if group)
+            names = tuple(self._program(group, placed, sizes) for group, placed in pairs if group)
             yield Stretch(tuple(placed for _, parts in pairs for placed in parts), names)
 
-    def _program(self, group: Group, placed: Sequence[Placed], bucket: int | None, window: int) -> str:
+    def _program(self, group: Group, placed: Sequence[Placed], sizes: Sizes) -> str:
         """Return the name of a group's program of these parts; without a window, the first of the bucket's."""
-        entry, rows = entry_of(group, placed), bucket if group.prompt else None
+        entry, rows = entry_of(group, placed), sizes.rows if group.prompt or group.several else None
         candidates = (p for p in self.programs if p.entry == entry and p.bucket == rows)
-        return next(p.name for p in candidates if not (bucket and window) or p.context in (None, window))
+        return next(p.name for p in candidates if not (rows and sizes.window) or p.context in (None, sizes.window))
 
     def host_traffic(self, bucket: int) -> dict[str, int]:
         """Return the module's `host_traffic`, with the weights that the host unpacks for a prompt."""
         crossing = host_traffic(self.config, self.name, bucket, self.grouping.attends)
-        return crossing | {"prompt": crossing["prompt"] + self._unpacked(self.stretches(bucket))}
+        return crossing | {"prompt": crossing["prompt"] + self._unpacked(self.stretches(Sizes(bucket)))}
 
     def _unpacked(self, stretches: Iterable[Stretch]) -> int:
         """Return the bytes that the host unpacks weights to."""

@@ -60,10 +60,11 @@ from stages.kernels import (
     short_conv,
     token_attention,
 )
+from stages.model.grouping import programs
 from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.reports.estimate_figures import figures
-from stages.reports.estimated import Estimate, host_traffic
+from stages.reports.estimated import Estimate, Sizes, host_traffic
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import write_module
 from tests.conftest import doit
@@ -329,6 +330,22 @@ def test_a_token_is_its_calls_submissions_and_host_work() -> None:
     assert deeper == pytest.approx(16 * 1024 * 2 * 512 * 2 / (MACHINE.host_read_gbps * GBPS))
 
 
+def test_several_tokens_are_the_programs_that_are_compiled_for_them() -> None:
+    config, policy = JUDGED["demo"], parse_policy("int4")
+    estimate = Estimate(config, "fused", [128], MACHINE, policy, positions=2048, counts=[4])
+    sizes = dict(estimate.phases())["4 tokens at once"]
+    names = [name for each in estimate.stretches(sizes) for name in each.device]
+    # Every third context bucket has programs: 1027 positions take those of 2048.
+    assert {name.partition(".")[2] for name in names} == {"4", "4.2048"}
+    compiled = programs(config, replace(GROUPINGS["fused"], counts=(4,)), [128], policy, 2048)
+    assert {*names} <= {program.name for program in compiled}
+    token, several = estimate.token(), estimate.time(sizes)
+    assert token.seconds < several.seconds < 4 * token.seconds
+    on_device = sum(row.time.seconds for name in names for row in estimate.rows[name])
+    assert several.seconds == pytest.approx(on_device + several.by["submission"] + several.by["host"])
+    assert "4 tokens at once" not in Estimate(config, "separate", [128], MACHINE, policy, counts=[4]).times()
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("matmul", ["bfp16", "bf16"])
 @pytest.mark.parametrize("copy_gbps", [MACHINE.host_copy_gbps, 0.001])
@@ -336,7 +353,7 @@ def test_what_the_host_does_beside_the_array_counts_as_far_as_it_is_longer(matmu
     """It unpacks what each program multiplies with while the one before runs."""
     machine = replace(MACHINE, host_copy_gbps=copy_gbps)
     estimate = Estimate(JUDGED["demo"], "fused", [128], machine, parse_policy("int4", matmul=matmul))
-    moments = list(estimate.moments(128))
+    moments = list(estimate.moments(Sizes(128)))
     unpacked = [moment.time.seconds for moment in moments if "unpack" in moment.what]
     before = sum(row.time.seconds for row in estimate.rows["prefill_down.128"])
     # The first stretch embeds as well, and waits for nothing in any case.
