@@ -32,8 +32,11 @@ from stages.sharing.provenance import VERIFIED, signed
 from stages.weights.blobs import PAGE
 
 SUFFIX = ".pyz"
-_BEGINNING = b"#!/usr/bin/env python3\n# Python shows this line where the file was cut off: copy it again. "
-"""Without its end, Python takes it for a script."""
+_BEGINNING = b"#!/usr/bin/env python3\nThis file was cut off: copy it again. "
+"""Without its end, Python takes it for a script, and shows the line that it cannot read.
+
+What follows has zeros and a carriage return, at which some versions (3.11.2) end the line: a comment is no error there.
+"""
 _ENTRY = RUNTIME / "llama_npu2/exported.py"
 _ALIGNMENT = 0xD935
 """Of the extra field that fills up to a page: the one of Android's apksig, which begins with the alignment."""
