@@ -1,20 +1,4 @@
-// The products of one grouped format with x in 8 bits (byte_rows.h), as grouped_products.h has them with x in 16.
-#include "vec.h"
-#include "epilogue.h"
-#include "scale_row.h"
-#include "operand.h"
-#include "tile.h"
-#if ISA_AMX
-#include "amx.h"
-#endif
-#include "gemm_core.h"
-#include "streams.h"
-#include "fixed_point.h"
-#include "pairs.h"
-#include "grouped.h"
-#include "minima.h"
-#include "byte_rows.h"
-#include "grouped_gemv.h"
-#include "grouped_gemm.h"
+// The products of one grouped format with x in 8 bits (byte_rows.h), as grouped_products.h has them with x in 16. Lookups do not
+// depend on x.
 #define PRODUCTS_ALONE
-#include "grouped_kernels.h"
+#include "grouped_products.h"

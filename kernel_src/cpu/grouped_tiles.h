@@ -1,6 +1,14 @@
 // How a matrix meets a group of weights in tiles (amx.h): part of grouped_gemm.h, for instruction set amx. Sums are the same
 // whole numbers as elsewhere.
 
+// Tile `sums` = a group of x, in tile `of_x`, times the weights in tile 6.
+template <int sums, int of_x>
+INLINE void multiply_part(const uint8_t *x, int64_t stride) {
+    tile_load<of_x>(x, stride);
+    tile_zero<sums>();
+    tile_multiply_i8<sums, of_x, 6>();
+}
+
 // As bytes: x = 256 high + low, with a sign both, weights in quads, in whose order x is. Each has a tile. A row's groups are
 // `group_bytes` apart.
 template <class Format>
@@ -22,14 +30,9 @@ struct Parts {
     alignas(64) int32_t low[tile_lines][panel_rows], high[tile_lines][panel_rows];
 
     template <int at>
-    INLINE void multiply(const uint8_t *x, int64_t stride, const uint8_t *lines) {
-        tile_load<6>(lines, line_bytes);
-        tile_load<4>(x, stride);
-        tile_zero<at>();
-        tile_multiply_i8<at, 4, 6>();
-        tile_load<5>(x + x_bytes, stride);
-        tile_zero<at + 1>();
-        tile_multiply_i8<at + 1, 5, 6>();
+    INLINE void multiply(const uint8_t *x, int64_t stride) {
+        multiply_part<at, 4>(x, stride);
+        multiply_part<at + 1, 5>(x + x_bytes, stride);
     }
 
     template <int at>
@@ -62,11 +65,8 @@ struct Parts<A8<Stored>> {
     alignas(64) int32_t sums[tile_lines][panel_rows];
 
     template <int at>
-    INLINE void multiply(const uint8_t *x, int64_t stride, const uint8_t *lines) {
-        tile_load<6>(lines, line_bytes);
-        tile_load<4>(x, stride);
-        tile_zero<at>();
-        tile_multiply_i8<at, 4, 6>();
+    INLINE void multiply(const uint8_t *x, int64_t stride) {
+        multiply_part<at, 4>(x, stride);
     }
 
     template <int at>
@@ -128,7 +128,8 @@ struct TileOperands {
 
     template <int at>
     INLINE_MEMBER void multiply(int64_t g) const {
-        Parts<Format>::template multiply<at>(group(g), stride, weights[g].lines[panel][0]);
+        tile_load<6>(weights[g].lines[panel][0], line_bytes);
+        Parts<Format>::template multiply<at>(group(g), stride);
     }
 
     INLINE_MEMBER void add(const Parts<Format> &sums, int64_t g, f32v *total) const {

@@ -69,12 +69,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a phase has: the tokens of a step, and for a prompt which context bucket it fills."""
+    """The sizes that the programs of a phase are compiled for."""
 
     rows: int | None = None
     """How many rows the programs take; None for those of one token."""
     window: int = 0
-    """The context bucket whose last rows a prompt's are; 0 for the first of its bucket."""
+    """The context bucket that a prompt fills with these as its last rows; 0: the first one that holds the rows."""
     several: bool = False
     """Whether the rows are tokens that are computed as one token is."""
 
@@ -149,21 +149,17 @@ class Estimate:
         of = self.config, self.grouping, self.buckets, self.policy
         prompts = [p for p in programs(*of, self.positions) if p.bucket and not p.several]
         tokens = [p for p in programs(*of, self.window) if not p.bucket and p.context in (None, self.window)]
-        several = [
-            p
-            for p in programs(*of, self._reach)
-            if p.several and p.bucket and p.context in (None, self.several_window(p.bucket))
-        ]
+        several = [p for count in self.grouping.counts for p in self._of_several(count)]
         return [p for p in (*prompts, *tokens, *several) if not p.host]
 
-    @property
-    def _reach(self) -> int:
-        """How many positions programs of several tokens cover: those of the KV cache, and of what is priced."""
-        return max(self.positions, self.depth + max(self.counts, default=0))
-
-    def several_window(self, count: int) -> int:
-        """Return the context bucket of so many tokens at once after `depth` others."""
-        return next(size for size in tokens_context_buckets(self._reach) if size >= self.depth + count)
+    def _of_several(self, count: int) -> Iterator[Program]:
+        """Yield the programs of so many tokens at once after `depth` others."""
+        last = self.depth + count
+        positions = max(self.positions, last)
+        window = next(size for size in tokens_context_buckets(positions) if size >= last)
+        for program in programs(self.config, self.grouping, self.buckets, self.policy, positions):
+            if program.several and program.bucket == count and program.context in (None, window):
+                yield program
 
     @cached_property
     def modules(self) -> dict[str, Module]:
