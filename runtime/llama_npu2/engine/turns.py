@@ -52,6 +52,7 @@ class TurnSteps:
         blocks: int,
         chunks: Chunks,
         process: Callable[[Phase, Sequence[int], int], np.ndarray],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Start with a device whose cache holds nothing.
 
@@ -62,10 +63,11 @@ class TurnSteps:
             chunks: the phases that process a prompt.
             process: runs a phase for tokens from a position on; returns f32 logits `[n, vocab]` after the last one, or
                 after each of several tokens, valid until the next call.
+            clock: returns seconds; how long copies and tokens take decides how long a turn is.
         """
         self.blocks, self.recipe = blocks, Recipe(chunks)
         self.rows = max(phase.rows or 1 for phase in chunks.milliseconds)
-        self._process, self._vocabulary = process, manifest.model["vocab"]
+        self._process, self._vocabulary, self._clock = process, manifest.model["vocab"], clock
         self._caches = [(memory.buffer(name), rows) for name, rows in CacheRows.of(manifest).items()]
         each = sum(rows.block for _, rows in self._caches)
         self._held = np.empty((blocks, each), np.uint8)
@@ -106,13 +108,13 @@ class TurnSteps:
 
     def _run(self, run: Run) -> np.ndarray:
         assert run.phase
-        started = time.perf_counter()
+        started = self._clock()
         if self._load(run.blocks, run.position):
-            self._copying += _NEWEST * (time.perf_counter() - started - self._copying)
-        started = time.perf_counter()
+            self._copying += _NEWEST * (self._clock() - started - self._copying)
+        started = self._clock()
         logits = self._process(run.phase, run.tokens, run.position)
         if len(run.tokens) == 1:
-            self._token += (_NEWEST if self._token else 1) * (time.perf_counter() - started - self._token)
+            self._token += (_NEWEST if self._token else 1) * (self._clock() - started - self._token)
         self._store(run.blocks, run.position, run.position + len(run.tokens))
         return logits[len(logits) - run.logits :].copy()
 
