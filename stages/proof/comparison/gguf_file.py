@@ -45,14 +45,20 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
     writer = gguf.GGUFWriter(temporary, kind.architecture)
     try:
         _describe(writer, config, kind)
-        for name, pieces in _locations(config, kind).items():
-            tensor = whole([(at, checkpoint.tensor(weight.name)) for weight, at in pieces])
-            _add(writer, name, tensor, pieces[0][0])
-        for name, factors in _factors(config, kind).items():
-            writer.add_tensor(name, factors)
+        locations, factors = _locations(config, kind), _factors(config, kind)
+        for name, pieces in locations.items():
+            _announce(writer, name, *pieces[0])
+        for name, values in factors.items():
+            writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        writer.write_ti_data_to_file()
+        # One after the other: a checkpoint may be larger than memory.
+        for pieces in locations.values():
+            tensor = whole([(at, checkpoint.tensor(weight.name)) for weight, at in pieces])
+            writer.write_tensor_data(_stored(tensor, pieces[0][0]))
+        for values in factors.values():
+            writer.write_tensor_data(values)
         writer.close()
         _check_described(temporary, config)
         temporary.replace(path)
@@ -65,16 +71,27 @@ def _locations(config: Config, kind: Gguf) -> dict[str, list[tuple[families.Weig
     return families.locations(config, partial(location, kind=kind))
 
 
-def _add(writer: Any, name: str, tensor: np.ndarray, weight: families.Weight) -> None:
-    """Add a tensor as llama.cpp's converter does: matrices in bf16, others in f32."""
+def _announce(writer: Any, name: str, weight: families.Weight, at: Location) -> None:
+    """Say what a tensor will be, as llama.cpp's converter does: matrices are bf16, others f32."""
     import gguf
 
-    if weight.slot in (*MATRICES, EMBEDDING, HEAD):
-        raw = tensor.astype(bfloat16).view(np.uint8).reshape(*tensor.shape[:-1], -1)
-        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    shape = at.plain_shape
+    if _is_matrix(weight):
+        writer.add_tensor_info(name, shape, np.dtype(bfloat16), 2 * prod(shape), gguf.GGMLQuantizationType.BF16)
     else:
-        values = tensor.astype(np.float32) + np.float32(weight.offset)
-        writer.add_tensor(name, values if weight.slot in STACKED else values.squeeze())
+        shape = shape if weight.slot in STACKED else tuple(size for size in shape if size > 1)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * prod(shape))
+
+
+def _stored(tensor: np.ndarray, weight: families.Weight) -> np.ndarray:
+    """Return a tensor of a checkpoint as a file holds it."""
+    if _is_matrix(weight):
+        return np.ascontiguousarray(tensor.astype(bfloat16, copy=False)).view(np.uint8)
+    return tensor.astype(np.float32) + np.float32(weight.offset)
+
+
+def _is_matrix(weight: families.Weight) -> bool:
+    return weight.slot in (*MATRICES, EMBEDDING, HEAD)
 
 
 def _check_described(path: Path, config: Config) -> None:
