@@ -16,7 +16,7 @@ from llama_npu2 import trust
 from llama_npu2.trust import envelopes, settings
 from stages.engine.digests import Digests, _canonical
 from stages.engine.files import content_digest, content_sha256
-from tests.conftest import CONFIG, write_checkpoint
+from tests.conftest import CONFIG, unfinished, write_checkpoint
 from tests.support.hostile import ACTIONS, MEMORY, OLD, Held, World, age, attempt, compile_all, reply
 
 Attack = Callable[[World], object]
@@ -33,7 +33,7 @@ def pristine(artifacts: Path, demo: Path, tmp_path_factory: pytest.TempPathFacto
     del demo  # it filled the object cache
     world = World(tmp_path_factory.mktemp("pristine"))
     write_checkpoint(world.checkpoint)
-    shutil.copytree(artifacts / ".cache/objects", world.artifacts / ".cache/objects")
+    shutil.copytree(artifacts / ".cache/objects", world.artifacts / ".cache/objects", ignore=unfinished)
     envelopes.own_key()
     compile_all(world)
     ACTIONS["push"](world)

@@ -28,7 +28,7 @@ from stages.proof.comparison import divergence
 from stages.proof.comparison.rounded import ours
 from stages.weights import feedback
 from stages.weights.formats import formats
-from tests.conftest import build, doit, ran, snapshot, write_checkpoint
+from tests.conftest import build, doit, ran, snapshot, unfinished, write_checkpoint
 
 GRIDS = [name for name, form in formats().items() if form.grid]
 
@@ -245,7 +245,7 @@ def test_bytes_do_not_depend_on_threads(model: Path, made: Path, tmp_path: Path)
 
 
 def test_a_killed_build_goes_on_and_two_are_alike(model: Path, made: Path, tmp_path: Path, artifacts: Path) -> None:
-    shutil.copytree(artifacts / ".cache", tmp_path / ".cache")
+    shutil.copytree(artifacts / ".cache", tmp_path / ".cache", ignore=unfinished)
     text = model.with_name("text.txt")
     given = (f"model={model}", f"artifacts={tmp_path}", "weights=int4", f"calibrate={text}")
     command = ("run", *given, "prompt=hello", "raw=1", "max_tokens=1")
