@@ -255,7 +255,7 @@ def exact_format(name: str, grouped: Grouped, least: int, most: int) -> Format:
     return grouped.format(name, quantise, dequantise)
 
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 """Values that are quantised at a time, so that intermediate arrays stay in the cache."""
 
 

@@ -91,7 +91,7 @@ def asymmetric(groups: np.ndarray, most: int, importance: np.ndarray | None = No
             numbers = shifted * inverse(span / (most + _stretches()[attempt]))[..., None]
         else:
             numbers = (groups + best_minimum[..., None]) * inverse(best_scale)[..., None]
-        numbers = np.clip(np.rint(numbers), 0, most)
+        np.clip(np.rint(numbers, out=numbers), 0, most, out=numbers)
         scale, offset, error = least_squares.fit(numbers)
         better = (error < least_error) & (scale >= 0)
         best_scale, best_minimum = np.where(better, scale, best_scale), np.where(better, -offset, best_minimum)
@@ -125,7 +125,7 @@ class _LeastSquares:
         determinant = inverse(w * qq - q * q)
         scale, offset = (w * gq - q * g) * determinant, (qq * g - q * gq) * determinant
         # If all q are equal, either s or o is enough: o fits values below 0, s those above.
-        equal = numbers.max(axis=-1) == numbers.min(axis=-1)
+        equal = (numbers == numbers[..., :1]).all(axis=-1)
         below = equal & (g < 0)
         both = (offset <= 0) & ~equal
         scale, offset = np.where(both, scale, gq * inverse(qq)), np.where(both, offset, 0)

@@ -51,13 +51,13 @@ def quantise(groups: np.ndarray) -> np.ndarray:
 
 def _rounded(groups: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the nearest numbers, halves the even ones, and the sum of squares of each group's errors, in its unit."""
-    magnitudes = np.array(MAGNITUDES, np.float32)
     scaled = np.abs(groups) / scale_values(scales)[..., None]
-    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    numbers = np.searchsorted(middles, scaled)
-    numbers += (numbers < len(middles)) & (scaled == middles[np.minimum(numbers, len(middles) - 1)]) & (numbers % 2)
-    error = np.square(magnitudes[numbers] - scaled).sum(axis=-1)
-    return numbers + _SIGN * np.signbit(groups), error
+    # Magnitudes are 0.5 apart up to 2, 1 up to 4, and 2 from there on, where numbers are 0, 4 and 6.
+    step = np.where(scaled < 2, np.float32(0.5), np.where(scaled < 4, np.float32(1), np.float32(2)))
+    steps = np.rint(scaled / step)
+    numbers = np.minimum(steps + np.where(scaled < 2, 0, np.where(scaled < 4, 2, 4)).astype(np.float32), 7)
+    error = np.square(np.minimum(steps * step, np.float32(MAGNITUDES[-1])) - scaled).sum(axis=-1)
+    return numbers.astype(np.uint8) + np.uint8(_SIGN) * np.signbit(groups), error
 
 
 def dequantise(rows: np.ndarray) -> np.ndarray:
