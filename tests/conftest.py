@@ -196,8 +196,9 @@ def demo(artifacts: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def library(artifacts: Path) -> Library:
+def library(demo: Path, artifacts: Path) -> Library:
     """Shared objects with all host kernels."""
+    del demo  # it filled the object cache, which another worker would fill as well
     from tests.support.cpu_kernels_util import Library
 
     return Library(artifacts.with_name("cpu_kernels"), artifacts / ".cache/objects")

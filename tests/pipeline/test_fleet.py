@@ -127,7 +127,7 @@ def test_who_lies_costs_a_step_that_runs_here(
     assert client.made["out-0"].decode() == f"0 of the configuration of {tmp_path}"
 
 
-@pytest.mark.parametrize("fails", ["", "no such luck"])
+@pytest.mark.parametrize("fails", [pytest.param("", marks=pytest.mark.thorough), "no such luck"])
 def test_a_scheduler_that_answers_for_another_catalogue(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,16 +190,16 @@ def in_sets(names: Iterable[str], kernel: str = "gemm") -> pytest.MarkDecorator:
 
 
 def _is_usual(isa: str, kernel: Kernel) -> bool:
-    """Whether plain pytest tests a kernel in a set: in each the products of every second format, in the best one of the
-    other formats experts, or products with activations in 8 bits."""
+    """Whether plain pytest tests a kernel in a set: the products of each format in one set, and of every second format
+    in the best set experts, or products with activations in 8 bits."""
     if kernel.stored not in _APART:
         return True
     rank, number = machine_isas().index(isa), _APART.index(kernel.stored)
     sources = sorted({each.source for each in HOST.values() if each.stored == kernel.stored and each.host})
     sources = [source for source in sources if not source.endswith("_lanes")]
-    if (rank + number) % 2 == 0:
+    if number % len(machine_isas()) == rank:
         return kernel.source == sources[0]
-    return rank == 0 and kernel.source == sources[(number // 2 + 1) % len(sources)]
+    return rank == 0 and number % 2 == 1 and kernel.source == sources[(number // 2 + 1) % len(sources)]
 
 
 def build_object(source: Path, output: Path, *flags: str) -> Path:

@@ -140,7 +140,7 @@ def test_inputs_that_say_nothing_are_damped(x: np.ndarray) -> None:
 def test_memory_is_that_of_two_matrices_and_a_few_rows() -> None:
     """Of a matrix with 14336 inputs a square is 0.77 GiB: sums of products are there, and a factor while one is needed,
     no third. What is being rounded, in every thread, takes less than seven times its values."""
-    width, form = 1536, formats()["int4"]
+    width, form = 1152, formats()["int4"]
     generator = np.random.default_rng(8)
     windows = [generator.standard_normal((64, width)).astype(bfloat16) for _ in range(3)]
     rows = generator.standard_normal((256, width)).astype(np.float32)

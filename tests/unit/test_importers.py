@@ -144,20 +144,32 @@ def test_artifacts_hold_what_the_checkpoint_holds(tmp_path: Path, artifacts: Pat
         np.testing.assert_array_equal(weights.values(name), expected[name])
 
 
-def test_layers_and_vocabulary_of_two_formats_are_kept(tmp_path: Path, artifacts: Path) -> None:
+# Kernels of Q8_0 are those of int8, which other tests use as well.
+@pytest.mark.parametrize(
+    ("most", "some", "formats_held"),
+    [
+        ("Q8_0", "BF16", ("int8", "bf16")),
+        pytest.param("Q4_K", "Q6_K", ("int4_f32", "int8_f32_16"), marks=pytest.mark.thorough),
+    ],
+)
+def test_layers_and_vocabulary_of_two_formats_are_kept(
+    most: str, some: str, formats_held: tuple[str, str], tmp_path: Path, artifacts: Path
+) -> None:
     """As in Q4_K_M: the value and down projections of some layers, and the LM head but not the embedding."""
+    usual, other = formats_held
     wider = ["lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.2.self_attn.v_proj.weight"]
     changes = {"num_hidden_layers": 3, "tie_word_embeddings": False}
     shapes = tensors(parse_config(CONFIG_OF_TESTS | changes, "test"))
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-    types = dict.fromkeys(matrices, "Q4_K") | dict.fromkeys(wider, "Q6_K")
-    expected = write_file(tmp_path / "mixed.gguf", types, **changes)
-    policy = held_policy(Checkpoint.open(tmp_path / "mixed.gguf"), targets()["cpu"].runs)
-    in_layers = dict.fromkeys((LayerSlot("w_down", 0), LayerSlot("wv", 2)), "int8_f32_16")
-    assert policy == Policy("int4_f32", {"vocab": "int8_f32_16", "w_embed": "int4_f32"}, in_layers=in_layers)
-    weights = ArtifactWeights(build(tmp_path / "mixed.gguf", artifacts))
+    types = dict.fromkeys(matrices, most) | dict.fromkeys(wider, some)
+    file = tmp_path / f"mixed_{most}.gguf"
+    expected = write_file(file, types, **changes)
+    policy = held_policy(Checkpoint.open(file), targets()["cpu"].runs)
+    in_layers = dict.fromkeys((LayerSlot("w_down", 0), LayerSlot("wv", 2)), other)
+    assert policy == Policy(usual, {"vocab": other, "w_embed": usual}, in_layers=in_layers)
+    weights = ArtifactWeights(build(file, artifacts))
     for name in matrices:
-        assert weights.manifest.buffers[name]["format"] == ("int8_f32_16" if name in wider else "int4_f32")
+        assert weights.manifest.buffers[name]["format"] == (other if name in wider else usual)
         np.testing.assert_array_equal(weights.values(name), expected[name])
 
 

@@ -41,7 +41,7 @@ def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path)
 
 
 def options(checks: bool = True, more: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the compiler options that all objects of a program share.
+    """Return the compiler options that all objects of a program share, but for the level of tile functions.
 
     Args:
         checks: Whether a run looks for writes to fences and for bytes that were never written.
@@ -56,10 +56,12 @@ def compile_tile(
 ) -> CachedObject:
     """Compile an object of a source, or take it from `cache`. Raises UserError.
 
-    The cache has it if content, flags (`Variant.flags()`) and the options `chosen` (`options()`) are the same.
+    The cache has it if content, flags (`Variant.flags()`) and the options `chosen` (`options()`) are the same. Tile
+    functions do the arithmetic: at level 1 a prompt takes ten times as long as at 2, their least one.
     """
-    path, chosen = source_file(source), options() if chosen is None else chosen
-    made_by = (fingerprint(), tuple(chosen), tuple(flags))
+    path = source_file(source)
+    chosen = (*(options() if chosen is None else chosen), f"-O{max(level(), '2')}")
+    made_by = (fingerprint(), chosen, tuple(flags))
     command = [*need_host_compiler(), *chosen, f"-I{KERNELS / 'sim'}", *flags]
     sources = [path, *sorted(path.parent.glob("*.h")), *HEADERS]
     make = partial(compile_object, command, path, failed=f"{path.name} does not compile as {name}")
