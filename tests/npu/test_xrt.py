@@ -892,7 +892,7 @@ def test_a_profile_has_waiting_syncs_and_submissions(npu2: Path) -> None:
         assert sum(synced) == done[way]
     parts = nested([span for span in spans if not span.thread])
     assert min(part.alone for part in parts) >= 0
-    assert 0.9 * wall < sum(part.alone for part in parts) <= wall
+    assert 0.7 * wall < sum(part.alone for part in parts) <= wall
     # A token's host programs, launch by launch, are between the submissions of its layers.
     attended = [span.about["layer"] for span in spans if span.name == "decode_attn_kv"]
     assert attended == list(range(llm.manifest.model["layers"]))

