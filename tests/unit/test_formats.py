@@ -11,6 +11,7 @@ import pytest
 
 from stages.weights import blobs
 from stages.weights.formats import formats
+from stages.weights.formats.mxfp4 import MAGNITUDES
 from stages.weights.scales import symmetric
 
 CASES = [
@@ -31,6 +32,20 @@ def test_unpack_is_the_inverse(name: str, layout: str, shape: tuple[int, int]) -
     packed = form.arrange(stored, layout)
     assert packed.shape == form.packed_shape(shape, layout)
     np.testing.assert_array_equal(form.unpack(packed, layout, shape), form.dequantise(stored, shape[1]))
+
+
+@pytest.mark.parametrize("unit", [1.0, 2.0**-9])
+def test_mxfp4_rounds_to_the_nearest_number(unit: float) -> None:
+    """Halves go to the even one. A group's largest value, 6 units, decides its scale."""
+    values = np.arange(-96, 97, dtype=np.float32) / 16
+    groups = np.zeros((len(values), 32), np.float32)
+    groups[:, 0], groups[:, 17] = 6, values
+    form = formats()["mxfp4"]
+    (got,) = form.dequantise(form.quantise(groups * np.float32(unit)), 32)[None, :, 17] / unit
+    # Even numbers first: of two that are as near, that is the one.
+    order = np.array([*MAGNITUDES[::2], *MAGNITUDES[1::2]])
+    nearest = order[np.abs(np.abs(values)[:, None] - order).argmin(axis=1)]
+    np.testing.assert_array_equal(got, np.copysign(nearest, values))
 
 
 class _Recorded(io.FileIO):
