@@ -44,18 +44,17 @@ def quantise(groups: np.ndarray) -> np.ndarray:
     rounded = [(scales, *_rounded(groups, scales)) for scales in (least, np.minimum(least + 1, _MOST))]
     (scales, numbers, error), (larger, other, other_error) = rounded
     better = 4 * other_error < error
-    return stored(
-        np.where(better, larger, scales).astype(np.uint8), np.where(better[..., None], other, numbers).astype(np.uint8)
-    )
+    return stored(np.where(better, larger, scales).astype(np.uint8), np.where(better[..., None], other, numbers))
 
 
 def _rounded(groups: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the nearest numbers, halves the even ones, and the sum of squares of each group's errors, in its unit."""
     scaled = np.abs(groups) / scale_values(scales)[..., None]
     # Magnitudes are 0.5 apart up to 2, 1 up to 4, and 2 from there on, where numbers are 0, 4 and 6.
-    step = np.where(scaled < 2, np.float32(0.5), np.where(scaled < 4, np.float32(1), np.float32(2)))
+    exponents = (scaled >= 2).astype(np.int32) + (scaled >= 4)
+    step = np.ldexp(np.float32(0.5), exponents)
     steps = np.rint(scaled / step)
-    numbers = np.minimum(steps + np.where(scaled < 2, 0, np.where(scaled < 4, 2, 4)).astype(np.float32), 7)
+    numbers = np.minimum(steps + 2 * exponents, 7)
     error = np.square(np.minimum(steps * step, np.float32(MAGNITUDES[-1])) - scaled).sum(axis=-1)
     return numbers.astype(np.uint8) + np.uint8(_SIGN) * np.signbit(groups), error
 
