@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -155,16 +155,28 @@ def test_launches_move_weights_as_they_lie_in_memory(weights: str) -> None:
 
 
 def test_spans_add_up_to_what_clocks_say(llm: Llama) -> None:
-    """The most of several replies: what else a machine does lands between spans, too."""
+    """The best of several replies: a busy machine takes time between two clocks, too."""
     list(llm.generate("Once upon a time", max_tokens=2))
-    shares = np.array([_covered(llm) for _ in range(5)])
-    assert shares.max() < 1, "no time is counted twice"
+    found = [_reply_in_seconds(llm) for _ in range(5)]
+    assert all(reply.spans < reply.wall for reply in found), "no time is counted twice"
     # Python between the spans takes the rest, some microseconds of a token, which with this model takes a hundred.
-    assert shares.max(axis=0).min() > 0.8
+    assert max(reply.spans / reply.wall for reply in found) > 0.8
+    assert max(reply.programs / reply.native for reply in found) > 0.8
+    assert min(abs(reply.teams / reply.native - 1) for reply in found) < 0.05
 
 
-def _covered(llm: Llama) -> tuple[float, float]:
-    """The shares of a reply's time in spans, and of the native code's in programs."""
+class _Reply(NamedTuple):
+    """Seconds of a reply: by the clock, and in spans."""
+
+    wall: float
+    native: float
+    """What the device counted of native code."""
+    spans: float
+    teams: float
+    programs: float
+
+
+def _reply_in_seconds(llm: Llama) -> _Reply:
     native = llm.device.native_seconds
     with llm.profile() as recorder:
         started = time.perf_counter()
@@ -176,11 +188,11 @@ def _covered(llm: Llama) -> tuple[float, float]:
     assert {part.span.name for part in parts if part.span.kind == "host"} == {
         "template", "tokenise", "copy tokens", "copy logits", "sample", "detokenise"
     }  # fmt: skip
-    teams = [part.span for part in parts if part.span.kind == "native"]
-    assert sum(span.end - span.start for span in teams) / 1e9 == pytest.approx(native, rel=0.05)
-    inside = [part.span for part in parts if part.span.kind == "program"]
-    of_programs = sum(span.end - span.start for span in inside) / 1e9
-    return sum(part.alone for part in parts) / 1e9 / wall, of_programs / native
+    teams, programs = (
+        sum(part.span.end - part.span.start for part in parts if part.span.kind == kind) / 1e9
+        for kind in ("native", "program")
+    )
+    return _Reply(wall, native, sum(part.alone for part in parts) / 1e9, teams, programs)
 
 
 def test_a_profile_changes_nothing_and_ends(llm: Llama) -> None:
@@ -236,9 +248,10 @@ def test_parts_of_a_profile_add_up(found: dict[str, Any]) -> None:
     for phase in found["phases"]:
         assert sum(part["seconds"] for part in phase["parts"]) == pytest.approx(phase["mean"], rel=1e-6)
         assert min(part["seconds"] for part in phase["parts"]) >= 0
-        (between,) = (part for part in phase["parts"] if part["kind"] == "python")
-        # A step of the demo takes a millisecond: another process may take as much of its mean.
-        assert between["seconds"] < 0.5 * phase["mean"]
+        assert sum(part["kind"] == "python" for part in phase["parts"]) == 1
+    # Little is between the spans of most steps: in a few of them another process may have had the core.
+    inside = np.array([seconds for _, _, seconds in found["series"]])
+    assert np.median(inside / token["seconds"]) > 0.4
     timeline = found["timeline"]
     assert len(timeline["edges"]) == 1 + 1 + 23
     lengths = np.diff(timeline["edges"])
