@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import resource
 import shutil
 from collections.abc import Sequence
@@ -186,8 +188,9 @@ def test_a_peer_that_ends_by_a_signal_begins_again(
     else:
         assert 0 < peer.prefill([1]) < 60
         assert np.array_equal(peer.logits([1, 1]), [[1, 2], [1, 2]])
+    assert peer.note.startswith("signal 11 ended it")
     peer.close()
-    assert capsys.readouterr().err.count("llama.cpp Q4_0: signal 11 ended it; again") == 1
+    assert capsys.readouterr().err.count("llama.cpp Q4_0: signal 11 ended it, so it ran again") == 1
 
 
 BALLAST = 400 << 20
@@ -282,6 +285,7 @@ class Still:
 
     name = "still"
     takes_streams = False
+    note = "it stood still"
 
     def __init__(self, llm: Llama) -> None:
         self.llm, self.token_bytes = llm, 2 * Ours(llm).token_bytes
@@ -309,6 +313,18 @@ def test_each_engine_is_held_against_its_own_limit(demo: Path, monkeypatch: pyte
     assert token.peer_limits["still"] == pytest.approx([0.5 / read.values[0]] * 2)
     assert prompt.peer_limits["still"] == prompt.limits
     llm.close()
+
+
+def test_a_table_ends_with_what_peers_ran_into(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Bench, "results", lambda self, streams: [self.read_per_token()])
+    monkeypatch.setattr(runtime_bench, "cold_start", lambda *_: [])
+    running, opened = Running(threads=1, repeats=1), lambda llm: contextlib.nullcontext([Still(llm)])
+    runtime_bench.run_bench(str(demo), running, False, opened)
+    assert capsys.readouterr().out.endswith("\nstill: it stood still.\n")
+    runtime_bench.run_bench(str(demo), running, True, opened)
+    assert json.loads(capsys.readouterr().out)["notes"] == {"still": "it stood still"}
 
 
 @pytest.mark.parametrize(("bandwidth", "peak"), [(1e9, 1e15), (1e15, 1e9)], ids=["memory", "arithmetic"])

@@ -134,6 +134,9 @@ class Engine(Protocol):
     takes_streams: bool
     """Whether it has `decode_streams`."""
 
+    note: str
+    """What a reader of its figures has to know; may be empty."""
+
     def decode_streams(self, streams: Sequence[Sequence[int]]) -> float:
         """Process a token of each of some sequences at a time, with logits for all; return the seconds that it took.
 
@@ -150,6 +153,7 @@ class Ours:
 
     name = "llama-npu2"
     takes_streams = True
+    note = ""
 
     def __init__(self, llm: Llama) -> None:
         self._llm = llm
@@ -224,10 +228,12 @@ def run_bench(
                 results.append(result)
                 if not as_json:
                     print(lines.row(*result.cells(names)), flush=True)
+        notes = {peer.name: peer.note for peer in bench.peers if peer.note}
         if not as_json:
-            print(f"\n{LEGEND}", flush=True)
+            print("\n".join(["", LEGEND, *(f"{name}: {note}." for name, note in notes.items())]), flush=True)
         else:
-            print(json.dumps({"machine": machine(llm), "results": [_encoded(result) for result in results]}))
+            encoded = [_encoded(result) for result in results]
+            print(json.dumps({"machine": machine(llm), "results": encoded, "notes": notes}))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
+from llama_npu2.cli.table import amount
 from llama_npu2.errors import UserError
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
@@ -148,7 +150,9 @@ def quantise_gguf(source: Path, path: Path, kind: str) -> None:
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     try:
         if llama_cpp.llama_model_quantize(bytes(source), bytes(temporary), ctypes.byref(params)):
-            raise UserError(f"peers=llama.cpp: llama.cpp cannot quantise {source} to {kind}: leave it out")
+            free = amount(shutil.disk_usage(path.parent).free)
+            what = f"llama.cpp cannot quantise {source} to {kind}, with {free} free on the disk"
+            raise UserError(f"peers=llama.cpp: {what}: make room, or leave it out")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

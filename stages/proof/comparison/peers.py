@@ -277,8 +277,10 @@ class Peer:
     """The process of an entrant, as an `Engine` of the runtime's bench.
 
     Requests raise UserError if the process has ended. If a signal ended it, its program can run safely and the request
-    starts from an empty context, then a line says so and the process is started once more, safely.
+    starts from an empty context, then a line and `note` say so and the process is started once more, safely.
     """
+
+    note = ""
 
     def __init__(self, entrant: Entrant, threads: int, context: int) -> None:
         self.name, self.token_bytes = f"{entrant.program} {entrant.format}", entrant.token_bytes
@@ -326,7 +328,8 @@ class Peer:
         answer = self._answer(request)
         from_nothing = self._may_begin_again and not request.get("depth")
         if answer is None and from_nothing and (status := self._process.wait()) < 0:
-            print(f"{self.name}: signal {-status} ended it; again, with weights as its file has them", file=sys.stderr)
+            self.note = f"signal {-status} ended it, so it ran again, slower, with weights as its file has them"
+            print(f"{self.name}: {self.note}", file=sys.stderr)
             self._may_begin_again = False
             self._process = self._start(SAFELY)
             answer = self._answer(request)
