@@ -4,6 +4,7 @@
 #define LLAMA_NPU2_SYSTEM_H
 
 #include <linux/futex.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>

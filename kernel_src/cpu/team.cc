@@ -121,8 +121,8 @@ void restart_after_fork(Team *team) {
 extern "C" void team_destroy(Team *team) {
     if (team == nullptr) return;
     if (team->process == getpid()) stop_threads(team);
-    for (int i = 0; team->workers != nullptr && i < team->threads; i++) free(team->workers[i].own.data);
-    for (Scratch &area : team->state.shared) free(area.data);
+    for (int i = 0; team->workers != nullptr && i < team->threads; i++) team->workers[i].own.release();
+    for (Scratch &area : team->state.shared) area.release();
     free(team->workers);
     free(team->handles);
     team->~Team();

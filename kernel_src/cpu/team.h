@@ -5,6 +5,7 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -86,17 +87,32 @@ private:
 
 // Memory that grows and is never initialised.
 struct Scratch {
-    void *data = nullptr;
+    char *end = nullptr;
     size_t size = 0;
 
+    // The memory ends where a page begins that cannot be touched: a kernel that needs more than it asked for ends the process,
+    // and damages nothing.
     void *at_least(size_t bytes) {
-        if (bytes <= size) return data;
-        free(data);
-        size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-        data = aligned_alloc(4096, size);
-        if (data == nullptr) abort();
-        return data;
+        const size_t lines = (bytes + 63) / 64 * 64;
+        if (lines > size) grow(lines + lines / 4);
+        return end - lines;
     }
+
+    void grow(size_t bytes) {
+        const size_t page = page_bytes();
+        release();
+        size = (bytes + page - 1) / page * page;
+        void *first = mmap(nullptr, size + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (first == MAP_FAILED) abort();
+        end = static_cast<char *>(first) + size;
+        if (mprotect(end, page, PROT_NONE) != 0) abort();
+    }
+
+    void release() {
+        if (end != nullptr) munmap(end - size, size + page_bytes());
+    }
+
+    static size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 };
 
 // What the workers of a team share. Lines that different threads write are kept apart.
