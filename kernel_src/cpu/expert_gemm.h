@@ -61,6 +61,15 @@ INLINE void sort_and_take(const Experts &experts, const int32_t *chosen, const f
     worker.barrier();
 }
 
+// Rows that have memory, where `rows` are multiplied from any of them on: steps read whole tiles.
+INLINE int64_t with_last_step(int64_t rows) { return ISA_AMX ? rows + step_rows - 1 : rows; }
+
+// Rows whose sums have memory, in tasks of `rows` or fewer.
+INLINE int64_t rows_of_work(int64_t rows) {
+    const int64_t most = rows < rows_per_task ? rows : rows_per_task;
+    return ISA_AMX ? (most + step_rows - 1) / step_rows * step_rows : most;
+}
+
 // The expert behind `e` that has rows, or experts.count.
 INLINE int64_t next_taken(const Experts &experts, const SortedRows &sorted, int64_t e) {
     do e++;
@@ -82,14 +91,15 @@ template <template <class> class Gemm, class Weight>
 void gate_and_up_of_rows(const GateAndUp<Weight> &args, int64_t panel_elements, int64_t rows, Worker &worker) {
     using Epilogue = GatedExpert<group_panels / 2 * panel_rows>;
     const Experts &experts = args.experts;
-    const int64_t all = rows * experts.top, size = panel_count(args.out_cols) * panel_elements;
-    uint8_t *shared = worker.shared_scratch<uint8_t>(SortedRows::bytes(experts, rows) + Gemm<Epilogue>::kept_bytes(all, args.cols));
+    const int64_t all = rows * experts.top, size = panel_count(args.out_cols) * panel_elements, kept = with_last_step(all);
+    uint8_t *shared = worker.shared_scratch<uint8_t>(SortedRows::bytes(experts, rows) + Gemm<Epilogue>::kept_bytes(kept, args.cols));
     const SortedRows sorted = SortedRows::at(shared, experts, rows);
     Gemm<Epilogue> gemm(nullptr, nullptr, 0, args.cols, args.out_cols, {});
-    gemm.keep_in(shared + SortedRows::bytes(experts, rows), all);
+    gemm.keep_in(shared + SortedRows::bytes(experts, rows), kept);
     sort_and_take(experts, args.chosen, nullptr, rows, sorted,
                   [&](int64_t i, int64_t row) { gemm.take(i, args.x + row * args.cols); }, worker);
-    gemm.work_in(worker.scratch<char>(Gemm<Epilogue>::work_bytes(all < rows_per_task ? all : rows_per_task)));
+    gemm.work_in(worker.scratch<char>(Gemm<Epilogue>::work_bytes(rows_of_work(all))));
+    [[maybe_unused]] const typename Gemm<Epilogue>::Registers registers;
     // As many loops and tasks whatever was chosen: who comes late may find other choices.
     const int64_t groups = typename Gemm<Epilogue>::Groups{nullptr, panel_elements, 0, args.out_cols}.groups();
     Chunks chunks(worker, experts.count * groups, 1);
@@ -144,19 +154,20 @@ INLINE void add_experts(Gemm<AddShares> &gemm, const SharedDown<Weight> &args, i
 template <template <class> class Gemm, class Weight>
 void down_of_rows(const SharedDown<Weight> &args, int64_t panel_elements, int64_t rows, Worker &worker) {
     const Experts &experts = args.experts;
-    const int64_t all = rows * experts.top, order = SortedRows::bytes(experts, rows);
-    uint8_t *shared = worker.shared_scratch<uint8_t>(order + Gemm<AddShares>::kept_bytes(all, args.cols));
+    const int64_t all = rows * experts.top, order = SortedRows::bytes(experts, rows), kept = with_last_step(all);
+    uint8_t *shared = worker.shared_scratch<uint8_t>(order + Gemm<AddShares>::kept_bytes(kept, args.cols));
     const SortedRows sorted = SortedRows::at(shared, experts, rows);
     Gemm<AddShares> gemm(nullptr, nullptr, 0, args.cols, args.out_cols, {});
-    gemm.keep_in(shared + order, all);
+    gemm.keep_in(shared + order, kept);
     sort_and_take(experts, args.chosen, args.shares, rows, sorted,
                   [&](int64_t i, int64_t) { gemm.take(i, args.x + i * args.cols); }, worker);
     const int64_t width = AddShares::width, groups = (panel_count(args.out_cols) + group_panels - 1) / group_panels;
     const int64_t parts = (rows + shared_rows - 1) / shared_rows, part = (rows + parts - 1) / parts;
     const int64_t totals_bytes = part * width * static_cast<int64_t>(sizeof(float));
-    char *own = worker.scratch<char>(totals_bytes + Gemm<AddShares>::work_bytes(part < rows_per_task ? part : rows_per_task));
+    char *own = worker.scratch<char>(totals_bytes + Gemm<AddShares>::work_bytes(rows_of_work(part)));
     float *totals = reinterpret_cast<float *>(own);
     gemm.work_in(own + totals_bytes);
+    [[maybe_unused]] const typename Gemm<AddShares>::Registers registers;
     Chunks chunks(worker, groups * parts, 1);
     for (int64_t task, end; chunks.next(task, end);) {
         const int64_t group = task / parts, first = task % parts * part, last = first + part < rows ? first + part : rows;

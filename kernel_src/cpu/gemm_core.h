@@ -145,6 +145,9 @@ struct PanelGroups {
     }
 };
 
+// A product without tiles takes the registers that every thread has.
+struct NoRegisters {};
+
 template <class Epilogue>
 class Gemm {
 public:
@@ -157,6 +160,7 @@ public:
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
+    using Registers = NoRegisters;  // what a thread holds while it multiplies
     using Groups = PanelGroups<bf16, Epilogue>;
     static constexpr int64_t line_width = tile_panels * panel_rows;
 

@@ -345,13 +345,18 @@ public:
         direct_ = groups_.rows <= direct_rows<Format>;
         fix(worker);
         work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
-#if ISA_AMX
-        const Tiles tiles(product_tiles<Format>());
-#endif
+        [[maybe_unused]] const Registers registers;
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
     // The following are as in gemm_core.h.
+#if ISA_AMX
+    struct Registers : Tiles {
+        Registers() : Tiles(product_tiles<Format>()) {}
+    };
+#else
+    using Registers = NoRegisters;
+#endif
     using Groups = PanelGroups<uint8_t, Epilogue>;
     static constexpr int64_t line_width = group_panels * panel_rows;
 

@@ -4,6 +4,9 @@
 #include "epilogue.h"
 #include "operand.h"
 #include "tile.h"
+#if ISA_AMX
+#include "amx.h"
+#endif
 #include "gemm_core.h"
 #include "streams.h"
 #include "gemv_core.h"

@@ -248,13 +248,18 @@ public:
         groups_.divide(worker.threads);
         quantise(worker);
         work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
-#if ISA_AMX
-        const Tiles tiles(integer_tiles());
-#endif
+        [[maybe_unused]] const Registers registers;
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
     // The following are as in gemm_core.h.
+#if ISA_AMX
+    struct Registers : Tiles {
+        Registers() : Tiles(integer_tiles()) {}
+    };
+#else
+    using Registers = NoRegisters;
+#endif
     using Groups = PanelGroups<uint8_t, Epilogue>;
     static constexpr int64_t line_width = group_panels * panel_rows;
 
