@@ -16,21 +16,17 @@
 // weights, so their error does not scale the result. They are exponents below a ceiling that is a whole number: where it
 // must rise, what was accumulated is corrected by a power of two, exact, however often. It rises to HEADROOM above the
 // scores, so that few steps have to (2 in 1000 for the model that ships over 2048 positions, 36 in 100 without).
+//
+// All of that is said of KV caches in bf16. With KV_BITS of 8, int8_rows_attention.h has the same functions.
 #pragma once
 
 #include "exp2.h"
 
 namespace {
 
-constexpr unsigned QUERY_BLOCKS = QR / EDGE, KEY_BLOCKS = KR / EDGE, DIM_BLOCKS = HD / EDGE;
-static_assert(QR % EDGE == 0 && KR % EDGE == 0 && HD % EDGE == 0);
+constexpr unsigned KEY_BLOCKS = KR / EDGE, DIM_BLOCKS = HD / EDGE;
+static_assert(KR % EDGE == 0 && HD % EDGE == 0);
 static_assert(EDGE == 8, "the matrix unit multiplies blocks of 8 x 8 bf16, and DISTANCE is half of one");
-// Keys of half a score block.
-constexpr unsigned KEYS = EDGE / 2;
-// Query blocks that share each gathered block of K or V.
-constexpr unsigned GROUP = sharing(QUERY_BLOCKS);
-// Blocks of V held at a time: two are a third of the vector registers, and a product needs as many again.
-constexpr unsigned HELD = KEY_BLOCKS % 2 == 0 ? 2 : 1;
 // Score of a masked key; also the ceiling before the first key. Far below any score, within the range of an int32.
 constexpr float MASKED = -1048576.0f;
 // From here on a float is a whole number which its bits count, so that whole numbers can be added and compared as such.
@@ -38,11 +34,7 @@ constexpr float WHOLE = 0x1.8p23f;
 // A weight that is 2^94 times smaller than another is none.
 constexpr int32 HEADROOM = 32;
 
-using Block = aie::mmul<EDGE, EDGE, EDGE, bfloat16, bfloat16>;
 using Half = aie::vector<float, HALF>;
-using PerQuery = aie::vector<float, EDGE>;
-// The bits of whole numbers behind WHOLE, or whole numbers.
-using Counts = aie::vector<int32, EDGE>;
 
 constexpr float root(float x) {
     float r = x;
@@ -60,19 +52,73 @@ constexpr float SCALED = LOG2E / root(HD);
 #define SEES 0
 #endif
 
-// Query minus key inside half a score block: lane = key * EDGE + query.
 #ifdef SAME_ROW
 constexpr int32 APART = 0;
 // Of q in a row of blocks.
 constexpr unsigned Q_BLOCKS = DIM_BLOCKS;
-alignas(64) const int32 DISTANCE[HALF] = {0,  0,  0,  0,  0,  0,  0,  0,  -1, -1, -1, -1, -1, -1, -1, -1,
-                                          -2, -2, -2, -2, -2, -2, -2, -2, -3, -3, -3, -3, -3, -3, -3, -3};
 #else
 constexpr int32 APART = 1;
 constexpr unsigned Q_BLOCKS = DIM_BLOCKS + 1;
+#endif
+
+// Query minus key inside half a score block: lane = key * EDGE + query; with KV_BITS of 8 lane = query * EDGE + key.
+#if KV_BITS == 8 && defined(SAME_ROW)
+alignas(64) const int32 DISTANCE[HALF] = {0, -1, -2, -3, -4, -5, -6, -7, 0, -1, -2, -3, -4, -5, -6, -7,
+                                          0, -1, -2, -3, -4, -5, -6, -7, 0, -1, -2, -3, -4, -5, -6, -7};
+#elif KV_BITS == 8
+alignas(64) const int32 DISTANCE[HALF] = {0, -1, -2, -3, -4, -5, -6, -7, 1, 0, -1, -2, -3, -4, -5, -6,
+                                          2, 1,  0,  -1, -2, -3, -4, -5, 3, 2, 1,  0,  -1, -2, -3, -4};
+#elif defined(SAME_ROW)
+alignas(64) const int32 DISTANCE[HALF] = {0,  0,  0,  0,  0,  0,  0,  0,  -1, -1, -1, -1, -1, -1, -1, -1,
+                                          -2, -2, -2, -2, -2, -2, -2, -2, -3, -3, -3, -3, -3, -3, -3, -3};
+#else
 alignas(64) const int32 DISTANCE[HALF] = {0,  1,  2,  3,  4, 5, 6, 7, -1, 0,  1,  2,  3, 4, 5, 6,
                                           -2, -1, 0,  1,  2, 3, 4, 5, -3, -2, -1, 0,  1, 2, 3, 4};
 #endif
+
+// 1/x in two bf16; one Newton step on the core's estimate, whose accuracy is not published.
+Pair<2 * EDGE> reciprocals(const float *x) {
+    alignas(32) float estimates[EDGE];
+    for (unsigned i = 0; i < EDGE; ++i) estimates[i] = aie::inv(x[i]);
+    const auto near = split(repeat<2 * EDGE>(aie::load_v<EDGE>(estimates)));
+    const auto of = split(repeat<2 * EDGE>(aie::load_v<EDGE>(x)));
+    const auto one = wide_constant<2 * EDGE>(ONE_BITS);
+    const auto lacks = aie::msc(aie::msc(aie::msc(one, of.hi, near.hi), of.hi, near.lo), of.lo, near.hi);
+    const auto more = lacks.template to_vector<bfloat16>();
+    return split(aie::mac(product(constant<2 * EDGE>(ONE_BITS), near), more, near.hi));
+}
+
+#ifdef SLIDES
+static_assert(SEES > 0 && (KR & (KR - 1)) == 0, "a mask rounds down to a tile");
+
+// The first position of the first tile of which a query at this position sees something: with SLIDES, keys begin there.
+int32 first_tile(int32 position) {
+    const int32 first = position + 1 - SEES;
+    return first > 0 ? first & -static_cast<int32>(KR) : 0;
+}
+#endif
+
+}  // namespace
+
+#if KV_BITS == 8
+#include "int8_rows_attention.h"
+#else
+
+namespace {
+
+constexpr unsigned QUERY_BLOCKS = QR / EDGE;
+static_assert(QR % EDGE == 0);
+// Keys of half a score block.
+constexpr unsigned KEYS = EDGE / 2;
+// Query blocks that share each gathered block of K or V.
+constexpr unsigned GROUP = sharing(QUERY_BLOCKS);
+// Blocks of V held at a time: two are a third of the vector registers, and a product needs as many again.
+constexpr unsigned HELD = KEY_BLOCKS % 2 == 0 ? 2 : 1;
+
+using Block = aie::mmul<EDGE, EDGE, EDGE, bfloat16, bfloat16>;
+using PerQuery = aie::vector<float, EDGE>;
+// The bits of whole numbers behind WHOLE, or whole numbers.
+using Counts = aie::vector<int32, EDGE>;
 
 // A block whose rows lie 2*HD apart.
 aie::vector<bfloat16, BLOCK> gather(const bfloat16 *rows) {
@@ -200,18 +246,6 @@ void accumulate(const float *work, const bfloat16 *kv, float *acc) {
             add_values(work + key * BLOCK, kv + key * EDGE * 2 * HD + HD + d * EDGE, acc + d * BLOCK);
 }
 
-// 1/x in two bf16; one Newton step on the core's estimate, whose accuracy is not published.
-Pair<2 * EDGE> reciprocals(const float *x) {
-    alignas(32) float estimates[EDGE];
-    for (unsigned i = 0; i < EDGE; ++i) estimates[i] = aie::inv(x[i]);
-    const auto near = split(repeat<2 * EDGE>(aie::load_v<EDGE>(estimates)));
-    const auto of = split(repeat<2 * EDGE>(aie::load_v<EDGE>(x)));
-    const auto one = wide_constant<2 * EDGE>(ONE_BITS);
-    const auto lacks = aie::msc(aie::msc(aie::msc(one, of.hi, near.hi), of.hi, near.lo), of.lo, near.hi);
-    const auto more = lacks.template to_vector<bfloat16>();
-    return split(aie::mac(product(constant<2 * EDGE>(ONE_BITS), near), more, near.hi));
-}
-
 // Before the first key.
 void begin(float *acc, float *stats) {
     for (unsigned i = 0; i < QR * HD; i += HALF) aie::store_v(acc + i, aie::zeros<float, HALF>());
@@ -220,16 +254,6 @@ void begin(float *acc, float *stats) {
         aie::store_v(stats + QR + i, aie::zeros<float, EDGE>());
     }
 }
-
-#ifdef SLIDES
-static_assert(SEES > 0 && (KR & (KR - 1)) == 0, "a mask rounds down to a tile");
-
-// The first position of the first tile of which a query at this position sees something: with SLIDES, keys begin there.
-int32 first_tile(int32 position) {
-    const int32 first = position + 1 - SEES;
-    return first > 0 ? first & -static_cast<int32>(KR) : 0;
-}
-#endif
 
 // q_row, k_row: absolute positions of the first query and the first key. Query i sees key j iff k_row + j is no more than
 // the query's position, and with SEES more than that less SEES. What a query without a key in its first tiles makes of them
@@ -263,3 +287,5 @@ void finish(float *acc, const float *stats, bfloat16 *q) {
 }
 
 }  // namespace
+
+#endif

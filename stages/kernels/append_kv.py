@@ -1,7 +1,7 @@
 """Appends new rows of K and V to the KV cache, in the layout that the host's attention streams.
 
-There are two layouts: panels (`kernel_src/cpu/README.md`), in any of `KV_FORMATS`, and one row per position in which K
-and V of a head lie next to each other.
+There are two layouts, in any of `KV_FORMATS`: panels (`kernel_src/cpu/README.md`), and one row per position in which K
+and V of a head lie next to each other (`stages.kernels.kv_rows`).
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from functools import partial
 
 from stages.engine.lazy import np
-from stages.kernels import KV_FORMATS, Arg, format_kernel, signature
+from stages.kernels import KV_FORMATS, Arg, format_kernel, kv_rows, signature
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats
 
 
-def reference(k: np.ndarray, v: np.ndarray, kv: np.ndarray, pos: int) -> np.ndarray:
+def reference(k: np.ndarray, v: np.ndarray, kv: np.ndarray, pos: int, stored: str = "bf16") -> np.ndarray:
     """Return a copy of `kv` with `k` and `v` in row `pos`.
 
-    `k`, `v`: bf16 `[kv_heads, head_dim]`; `kv`: bf16 `[positions, kv_heads, 2, head_dim]`.
+    `k`, `v`: bf16 `[kv_heads, head_dim]`; `kv`: `[positions, kv_heads, 2, half_elements]`, in the format `stored`.
     """
     out = kv.copy()
-    out[pos, :, 0], out[pos, :, 1] = k, v
+    out[pos] = kv_rows.rows(k, v, stored)
     return out
 
 
@@ -82,7 +82,18 @@ def _by_block(rows: np.ndarray, scale: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 KERNELS = (
-    signature("append_kv", ("k", "v"), "pos kv_heads head_dim", reference, writes=("kv",)),
+    *(
+        signature(
+            "append_kv",
+            ("k", "v"),
+            "pos kv_heads head_dim",
+            partial(reference, stored=stored),
+            writes=(Arg("kv", stored, written=True),),
+            source="append_kv" if stored == "bf16" else format_kernel("attention_kv", stored),
+            stored=stored,
+        )
+        for stored in KV_FORMATS.values()
+    ),
     *(
         signature(
             "append_kv_panels",

@@ -27,7 +27,18 @@ def reference(
 _PARAMS = f"pos {flash_attention.PARAMS}"
 
 KERNELS = (
-    signature("decode_attention_kv", ("q", "kv"), _PARAMS, reference, source="attention_kv", attends=True),
+    *(
+        signature(
+            "decode_attention_kv",
+            ("q", Arg("kv", stored)),
+            _PARAMS,
+            reference,
+            source=format_kernel("attention_kv", stored),
+            stored=stored,
+            attends=True,
+        )
+        for stored in KV_FORMATS.values()
+    ),
     signature("decode_attention_kv_sinks", ("q", "kv", "sinks"), _PARAMS, reference, attends=True, host=False),
     *(
         signature(

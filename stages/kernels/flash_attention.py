@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
+from llama_npu2.artifact.dtypes import SIZES
 from llama_npu2.artifact.plan import WINDOW, View
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
-from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, Sizes, format_kernel, signature
+from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, Sizes, format_kernel, kv_rows, signature
 from stages.weights.constants import HEAD_POSITION
 from stages.weights.scalars import ALL as ALL
 
@@ -77,6 +81,14 @@ def rounded(q: np.ndarray, scalar: float) -> np.ndarray:
     return (q.astype(np.float32) * scale).astype(ml_dtypes.bfloat16).astype(np.float32) / scale
 
 
+def taken(q: np.ndarray, scalar: float, stored: str) -> np.ndarray:
+    """Return queries as a core takes them for a cache in the format `stored`.
+
+    Products of whole numbers take 15 bits of what shares an exponent with the largest, which rounds nothing of it.
+    """
+    return q if kv_rows.in_numbers(stored) else rounded(q, scalar)
+
+
 def reference_placed(
     q: np.ndarray,
     k: np.ndarray,
@@ -87,13 +99,14 @@ def reference_placed(
     scalar: float | None = None,
     sees: int = ALL,
     sinks: np.ndarray | None = None,
+    stored: str = "bf16",
 ) -> np.ndarray:
-    """Return `reference` of `rounded` queries that have their position after each head.
+    """Return `reference` of `taken` queries that have their position after each head.
 
-    `q`: bf16 `[seq, heads * (head_dim + HEAD_POSITION)]`.
+    `q`: bf16 `[seq, heads * (head_dim + HEAD_POSITION)]`; `stored`: the cache's format.
     """
     queries = q.reshape(len(q), heads, -1)[..., :-HEAD_POSITION]
-    scaled = rounded(queries, scalar or queries.shape[-1]).reshape(len(q), -1)
+    scaled = taken(queries, scalar or queries.shape[-1], stored).reshape(len(q), -1)
     return reference(scaled, k, v, pos, heads, kv_heads, scalar, sees, sinks)
 
 
@@ -170,6 +183,23 @@ class Tiling:
     tile_k: int
     """Keys that a core processes at a time."""
     scores: Scores = PLAIN
+    stored: str = "bf16"
+    """The cache's format."""
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the cache's elements."""
+        return kv_rows.element_type(self.stored)
+
+    @property
+    def kv_head(self) -> int:
+        """The cache's elements of a position for a KV head."""
+        return kv_rows.head_elements(self.head_dim, self.stored)
+
+    @property
+    def kv_row(self) -> int:
+        """The cache's elements of a position."""
+        return self.kv_heads * self.kv_head
 
     @property
     def group(self) -> int:
@@ -198,7 +228,7 @@ class Tiling:
     @property
     def variant(self) -> Variant:
         sizes = {"HD": self.head_dim, "KR": self.tile_k, "QR": self.tile_q}
-        return air.Variant.of("flash_attention", **sizes, **self.scores.macros)
+        return air.Variant.of("flash_attention", **sizes, **self.scores.macros, **kv_rows.macros(self.stored))
 
     @property
     def macs(self) -> int:
@@ -223,6 +253,7 @@ class Tiling:
             f"flash_attention {self.seq} rows over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: "
             f"herd {self.columns}x{self.herd_rows} ({self.group_rows} heads x {self.query_tiles} row tiles), tile "
             f"{self.tile_q} queries x {self.tile_k} keys"
+            f"{f', of a cache in {self.stored}' if kv_rows.in_numbers(self.stored) else ''}"
         )
 
 
@@ -235,7 +266,73 @@ def softmax_vectors(queries: int, keys: int) -> int:
     return queries // limits.BLOCK * (keys // limits.BLOCK * 34 + 17)
 
 
-def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) -> Tiling:
+def unit(stored: str) -> int:
+    """Return how many queries a core takes at a time for a cache in this format: the rows of a product."""
+    return limits.BLOCK // 2 if kv_rows.in_numbers(stored) else limits.BLOCK
+
+
+def stats_shape(queries: int, stored: str) -> tuple[int, ...]:
+    """Return the shape, in f32, of what a core keeps of so many queries besides their results.
+
+    For products of whole numbers (kernel_src/aie2p/int8_rows_attention.h) it is three lines of a unit's lanes for each
+    unit, and a line.
+    """
+    if not kv_rows.in_numbers(stored):
+        return (2, queries)
+    return (3 * queries * limits.BLOCK + limits.aligned(1, F32),)
+
+
+def scores_shape(queries: int, keys: int, stored: str) -> tuple[int, ...]:
+    """Return the shape, in f32, of the scores of a tile of keys, and of what a core knows of each key."""
+    return (queries + _FACTS, keys) if kv_rows.in_numbers(stored) else (queries, keys)
+
+
+_FACTS = 4
+"""Elements of f32 in which a core has scales of a key."""
+
+
+class Keys(Protocol):
+    """A division of attention over a cache in rows."""
+
+    @property
+    def tile_k(self) -> int:
+        """Keys of a tile."""
+
+    @property
+    def stored(self) -> str:
+        """The cache's format."""
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the cache's elements."""
+
+    @property
+    def kv_head(self) -> int:
+        """The cache's elements of a position for a KV head."""
+
+    @property
+    def kv_row(self) -> int:
+        """The cache's elements of a position."""
+
+
+@contextmanager
+def tiles(b: Builder, steps: int, p: Keys, kv_head: Number) -> Iterator[tuple[Number, MemRef]]:
+    """Repeat the body for each tile of keys of a KV head. Yield the tile's number, and its K and V in L1.
+
+    They are `[keys][kv_head]` elements; whole numbers come with a block of all keys after the other, so that eight keys
+    lie together: `[kv_head / BLOCK][keys][BLOCK]`.
+    """
+    blocks = p.kv_head // limits.BLOCK
+    in_numbers = kv_rows.in_numbers(p.stored)
+    shape = (blocks, p.tile_k, limits.BLOCK) if in_numbers else (p.tile_k, p.kv_head)
+    with b.loop(steps) as j, b.alloc(air.L1, (shape, p.kv_dtype)) as (kv,):
+        in_blocks = (0, p.tile_k, limits.BLOCK), (0, blocks, p.tile_k * limits.BLOCK), (0, limits.BLOCK, 1)
+        rows = (j * p.tile_k, p.tile_k, p.kv_row), (kv_head * p.kv_head, p.kv_head, 1)
+        b.dma(kv.at(*in_blocks) if in_numbers else kv, b.args["kv"].at(*rows))
+        yield j, kv
+
+
+def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0, stored: str = "bf16") -> Tiling:
     """Divide attention so that query tiles are the largest that fit L1, together with the buffers of the key loop.
 
     The compiler doubles the buffers of that loop. Herd rows that a small group does not need take further row tiles.
@@ -256,9 +353,9 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) ->
         if limits.fits_l1(
             BF16 * q * (head_dim + HEAD_POSITION),
             F32 * q * head_dim,
-            limits.copies(window // k) * BF16 * 2 * k * head_dim,
-            2 * F32 * q,
-            2 * F32 * q * k,
+            limits.copies(window // k) * k * SIZES[kv_rows.element_type(stored)] * kv_rows.head_elements(head_dim, stored),
+            F32 * math.prod(stats_shape(q, stored)),
+            2 * F32 * math.prod(scores_shape(q, k, stored)),
         )
     )
     sizes = limits.require_any(what, limits.IN_L1, fitting)
@@ -267,22 +364,24 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) ->
     query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
     staged = BF16 * group_rows * query_tiles * tile_q * (2 * head_dim + HEAD_POSITION)
     limits.require(what, "bytes of L2 per column", staged, limits.L2_BYTES)
-    return Tiling(seq, window, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k)
+    return Tiling(
+        seq, window, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k, stored=stored
+    )
 
 
 def build(tiling: Tiling) -> AirModule:
     """Build the AIR program with the arguments `q`, `kv` and `out`.
 
     `q`: bf16 `[seq][heads][head_dim + HEAD_POSITION]`, with the row's position as i32 after each of its heads. `kv`:
-    bf16 `[window][kv_heads * 2 * head_dim]`. `out`: bf16 `[seq][heads * head_dim]`.
+    `[window][kv_row]`. `out`: bf16 `[seq][heads * head_dim]`.
     """
     p = tiling
-    shapes = {
-        "q": (p.seq, p.heads * p.width),
-        "kv": (p.window, p.kv_heads * 2 * p.head_dim),
-        "out": (p.seq, p.heads * p.head_dim),
+    types = {
+        "q": air.memref_type((p.seq, p.heads * p.width)),
+        "kv": air.memref_type((p.window, p.kv_row), p.kv_dtype),
+        "out": air.memref_type((p.seq, p.heads * p.head_dim)),
     }
-    b = air.Builder("flash_attention", {name: air.memref_type(shape) for name, shape in shapes.items()})
+    b = air.Builder("flash_attention", types)
     over_kv, over_group = p.passes
     with b.launch(p.seq // p.step_rows, over_kv * over_group) as (x, y), b.segment():
         # Division only if both passes need it: the compiler must see that steps write to different places.
@@ -321,27 +420,32 @@ def _blocks(p: Tiling, tile: tuple[Index, Index], width: int) -> Pattern:
 
 def _attend(b: Builder, p: Tiling, q: MemRef, kv_head: Index) -> None:
     """Compute attention of one query tile over all key tiles. The result overwrites the first elements of `q`."""
-    d, k = p.head_dim, p.tile_k
-    with b.alloc(air.L1, ((p.tile_q, d), "f32"), ((2, p.tile_q), "f32"), ((p.tile_q, k), "f32")) as (acc, stats, work):
+    sums = ((p.tile_q, p.head_dim), "f32"), (stats_shape(p.tile_q, p.stored), "f32")
+    scores = scores_shape(p.tile_q, p.tile_k, p.stored), "f32"
+    with b.alloc(air.L1, *sums, scores) as (acc, stats, work):
         b.call(p.variant, "fa_init", q, acc, stats)
-        with b.loop(p.window // k) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
-            b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
-            b.call(p.variant, "fa_step", j * k, q, kv, acc, stats, work)
+        with tiles(b, p.window // p.tile_k, p, kv_head) as (j, kv):
+            b.call(p.variant, "fa_step", j * p.tile_k, q, kv, acc, stats, work)
         b.call(p.variant, "fa_out", acc, stats, q)
 
 
 KERNELS = (
-    signature(
-        "flash_attention",
-        ("q", "kv"),
-        f"seq window pos {PARAMS}",
-        reference_placed,
-        attends=True,
-        host=False,
-        tiling=lambda s: replace(
-            tile(s["seq"], s["heads"], s["kv_heads"], s["head_dim"], s["window"]), scores=Scores.of(s)
-        ),
-        program=build,
+    *(
+        signature(
+            "flash_attention",
+            ("q", Arg("kv", stored)),
+            f"seq window pos {PARAMS}",
+            partial(reference_placed, stored=stored),
+            source="flash_attention",
+            stored=stored,
+            attends=True,
+            host=False,
+            tiling=lambda s, stored=stored: replace(
+                tile(s["seq"], s["heads"], s["kv_heads"], s["head_dim"], s["window"], stored), scores=Scores.of(s)
+            ),
+            program=build,
+        )
+        for stored in KV_FORMATS.values()
     ),
     signature(
         "flash_attention_sinks",

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from llama_npu2.artifact.dtypes import SIZES
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
-from stages.kernels import BF16, F32, Arg, Cost, elementwise, lanes, rms_norm, signature
+from stages.kernels import (
+    BF16,
+    F32,
+    KV_FORMATS,
+    Arg,
+    Cost,
+    Kernel,
+    Sizes,
+    elementwise,
+    kv_rows,
+    lanes,
+    rms_norm,
+    signature,
+)
 from stages.weights.constants import HEAD_POSITION, POSITION
 
 if TYPE_CHECKING:
@@ -37,6 +52,20 @@ def reference_queries(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int)
     positions = np.ascontiguousarray(table[pos : pos + len(x), head_dim:]).view(ml_dtypes.bfloat16)[:, :HEAD_POSITION]
     by_head = np.broadcast_to(positions[:, None], (*rotated.shape[:2], HEAD_POSITION))
     return np.concatenate([rotated, by_head], axis=-1).reshape(len(x), -1)
+
+
+def _keys(kernel: Callable[..., np.ndarray], stored: str) -> Callable[..., np.ndarray]:
+    """Return the reference of a rotation whose heads become rows of K of a cache in the format `stored`.
+
+    They are `[rows, heads, half_elements]`.
+    """
+
+    @functools.wraps(kernel)
+    def reference(x: np.ndarray, table: np.ndarray, *others: Any, head_dim: int, **scalars: Any) -> np.ndarray:
+        rotated = kernel(x, table, *others, head_dim=head_dim, **scalars)
+        return kv_rows.halves(rotated.reshape(len(x), -1, head_dim), kv_rows.KEYS, stored)
+
+    return reference
 
 
 def _normed(kernel: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -79,6 +108,18 @@ class Tiling:
     norm: rms_norm.Norm | None = None
     """The norm of each head before the rotation. Its weight comes in front of the table's rows, because a core has only
     two input streams."""
+    stored: str = "bf16"
+    """The format of the cache that `KEYS` go to."""
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of the output."""
+        return kv_rows.element_type(self.stored)
+
+    @property
+    def half(self) -> int:
+        """Elements of K of a head in a row of the cache."""
+        return kv_rows.half_elements(self.head_dim, self.stored)
 
     @property
     def width(self) -> int:
@@ -88,17 +129,21 @@ class Tiling:
     @property
     def out_width(self) -> int:
         """Elements of an output row in DDR."""
-        return {ROWS: self.width, KEYS: 2 * self.width, QUERIES: self.width + self.heads * HEAD_POSITION}[self.out]
+        return {
+            ROWS: self.width,
+            KEYS: 2 * self.heads * self.half,
+            QUERIES: self.width + self.heads * HEAD_POSITION,
+        }[self.out]
 
     @property
     def tile_width(self) -> int:
         """Elements that a core writes of an output row."""
-        return self.width if self.out == KEYS else self.out_width
+        return self.heads * self.half if self.out == KEYS else self.out_width
 
     @property
     def tile_elements(self) -> int:
         """Elements of a core's output buffer, rounded up to where the next buffer may begin."""
-        return limits.aligned(self.tile_rows * self.tile_width, BF16)
+        return limits.aligned(self.tile_rows * self.tile_width, SIZES[self.out_dtype])
 
     @property
     def table_width(self) -> int:
@@ -114,7 +159,8 @@ class Tiling:
     def variant(self) -> Variant:
         sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "ROWS": self.tile_rows}
         flags = {name: 1 for name, chosen in (("PLACED", self.out == QUERIES), ("NORM", self.norm)) if chosen}
-        return air.Variant.of("rope", **sizes, **flags, **(self.norm.macros if self.norm else {}))
+        macros = sizes | flags | (self.norm.macros if self.norm else {}) | kv_rows.macros(self.stored)
+        return air.Variant.of("rope", **macros)
 
     @property
     def macs(self) -> int:
@@ -132,6 +178,8 @@ class Tiling:
         row += self.heads * self.norm.vectors(self.head_dim) if self.norm else 0
         if self.out == QUERIES:
             row += self.heads * (2 * pairs // limits.BLOCK - 2 * pairs // lanes(pairs) + 1) + 1
+        if kv_rows.in_numbers(self.stored):
+            row += self.heads * kv_rows.quantising_vectors(self.head_dim)
         return {"rope": Cost(vectors=self.tile_rows * row)}
 
     def __str__(self) -> str:
@@ -139,10 +187,18 @@ class Tiling:
         return (
             f"rope {self.rows}x{self.heads}x{self.head_dim}: herd {self.columns}x1, {self.tile_rows} rows at a time, "
             f"out {out}{', of norms' if self.norm else ''}"
+            f"{f', in {self.stored}' if kv_rows.in_numbers(self.stored) else ''}"
         )
 
 
-def tile(rows: int, heads: int, head_dim: int, out: str = ROWS, norm: rms_norm.Norm | None = None) -> Tiling:
+def tile(
+    rows: int,
+    heads: int,
+    head_dim: int,
+    out: str = ROWS,
+    norm: rms_norm.Norm | None = None,
+    stored: str = "bf16",
+) -> Tiling:
     """Divide a rotation so that a core processes as many rows at a time as fit L1, with output, table and a norm.
 
     The compiler's copies of the buffers count (`limits.copies`). A core makes an even number of steps if the shape
@@ -152,7 +208,7 @@ def tile(rows: int, heads: int, head_dim: int, out: str = ROWS, norm: rms_norm.N
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     columns = elementwise.divisors_of_herd(rows)[0]
     share = rows // columns
-    tilings = [Tiling(rows, heads, head_dim, out, columns, r, norm) for r in limits.divisors(share, 1, 8)]
+    tilings = [Tiling(rows, heads, head_dim, out, columns, r, norm, stored) for r in limits.divisors(share, 1, 8)]
     weight = BF16 * head_dim if norm else 0
     fitting = (p for p in tilings if limits.fits_l1(limits.copies(share // p.tile_rows) * _l1(p), weight))
     tilings = limits.require_any(what, limits.IN_L1, fitting)
@@ -161,7 +217,7 @@ def tile(rows: int, heads: int, head_dim: int, out: str = ROWS, norm: rms_norm.N
 
 def _l1(p: Tiling) -> int:
     """Return the bytes of input rows, output rows and rows of the table on a core."""
-    return p.tile_rows * (BF16 * p.width + F32 * p.angles) + BF16 * p.tile_elements
+    return p.tile_rows * (BF16 * p.width + F32 * p.angles) + SIZES[p.out_dtype] * p.tile_elements
 
 
 def build(tiling: Tiling) -> AirModule:
@@ -169,13 +225,14 @@ def build(tiling: Tiling) -> AirModule:
 
     `x`: bf16 `[rows][heads * head_dim]`. `table`: f32 `[rows][head_dim]`, the rows of these positions; for prompts
     `[rows][head_dim + POSITION / 2]`. `weight`: bf16 `[head_dim]`. `out`: bf16, as `x` for `ROWS`,
-    `[rows][2 * heads * head_dim]` for `KEYS`, `[rows][heads * (head_dim + HEAD_POSITION)]` for `QUERIES`. With one row,
-    there is no first dimension.
+    `[rows][2 * heads * half]` for `KEYS`, in the cache's format, `[rows][heads * (head_dim + HEAD_POSITION)]` for
+    `QUERIES`. With one row, there is no first dimension.
     """
     p = tiling
     shapes = {name: (width,) if p.rows == 1 else (p.rows, width) for name, width in _widths(p).items()}
     shapes |= {"weight": (p.head_dim,)} if p.norm else {}
-    types = {name: air.memref_type(shape, "f32" if name == "table" else "bf16") for name, shape in shapes.items()}
+    dtypes = {"table": "f32", "out": p.out_dtype}
+    types = {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
     b = air.Builder("rope", {name: types[name] for name in ("x", "table", "weight", "out") if name in types})
     with b.launch(), b.segment():
         angles = _send_angles(b, p) if p.norm else None
@@ -210,7 +267,7 @@ def _send_angles(b: Builder, p: Tiling) -> Channel:
 def _rotate(b: Builder, p: Tiling, tile: tuple[Index, Index], angles: Channel | None, weights: list[MemRef]) -> None:
     """Rotate a core's rows. `weights`: that of the norm, if there is one, whose channel brings the angles, too."""
     share = p.rows // p.columns
-    buffers = ((p.tile_rows, p.width), ((p.tile_rows, p.angles), "f32"), (p.tile_elements,))
+    buffers = ((p.tile_rows, p.width), ((p.tile_rows, p.angles), "f32"), ((p.tile_elements,), p.out_dtype))
     with b.loop(share // p.tile_rows) as i, b.alloc(air.L1, *buffers) as (x, table, out):
         first = tile[0] * share + i * p.tile_rows
         b.dma(x, b.args["x"].at(*_rows(p, "x", first), (0, p.width, 1)))
@@ -220,7 +277,7 @@ def _rotate(b: Builder, p: Tiling, tile: tuple[Index, Index], angles: Channel | 
             b.dma(table, b.args["table"].at(*_rows(p, "table", first), (0, p.angles, 1)))
         # Buffers that one channel fills are given in its order.
         b.call(p.variant, "rope", x, *weights, table, out, *((p.norm.eps,) if p.norm else ()))
-        heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.out == KEYS else [(0, p.tile_width, 1)]
+        heads = [(0, p.heads, 2 * p.half), (0, p.half, 1)] if p.out == KEYS else [(0, p.tile_width, 1)]
         b.dma(b.args["out"].at(*_rows(p, "out", first), *heads), out.at((0, p.tile_rows * p.tile_width, 1)))
 
 
@@ -238,6 +295,36 @@ def reference_qkv(
     return q[0], np.stack([part.reshape(kv_heads, head_dim) for part in (k, v)], axis=1)
 
 
+def _variants() -> Iterator[Kernel]:
+    """Yield the kernels of a prompt's rotations on the array, and those of heads that are normed first.
+
+    K goes into the K halves of an interleaved cache's rows, and queries have their positions.
+    """
+    plain = [("rope_q", reference_queries, QUERIES, "bf16")]
+    plain += [("rope_kv", reference, KEYS, stored) for stored in KV_FORMATS.values()]
+    normed = [("rope", reference, ROWS, "bf16"), *plain]
+    for has_norm, (name, rotates, out, stored) in [*((False, e) for e in plain), *((True, e) for e in normed)]:
+        computes = _normed(rotates) if has_norm else rotates
+        computes = _keys(computes, stored) if kv_rows.in_numbers(stored) else computes
+
+        def tiled(s: Sizes, out: str = out, stored: str = stored, has_norm: bool = has_norm) -> Tiling:
+            norm = rms_norm.Norm.of(s) if has_norm else None
+            return tile(s["rows"], s["heads"], s["head_dim"], out, norm, stored)
+
+        yield signature(
+            f"norm_{name}" if has_norm else name,
+            (*_READS, "weight") if has_norm else _READS,
+            f"rows pos heads head_dim {rms_norm.PARAMS if has_norm else ''}",
+            computes,
+            writes=(Arg("out", stored, written=True),),
+            source="rope",
+            stored=stored,
+            host=out == ROWS,
+            tiling=tiled,
+            program=build,
+        )
+
+
 _READS = ("x", Arg("table", "f32"))
 
 KERNELS = (
@@ -249,35 +336,5 @@ KERNELS = (
         tiling=lambda s: tile(s["rows"], s["heads"], s["head_dim"]),
         program=build,
     ),
-    # For prompts on the array: K into the K halves of an interleaved cache's rows, and queries with their positions.
-    *(
-        signature(
-            name,
-            _READS,
-            "rows pos heads head_dim",
-            computes,
-            source="rope",
-            host=False,
-            tiling=lambda s, out=out: tile(s["rows"], s["heads"], s["head_dim"], out),
-            program=build,
-        )
-        for name, computes, out in (("rope_kv", reference, KEYS), ("rope_q", reference_queries, QUERIES))
-    ),
-    *(
-        signature(
-            f"norm_{name}",
-            (*_READS, "weight"),
-            f"rows pos heads head_dim {rms_norm.PARAMS}",
-            _normed(computes),
-            source="rope",
-            host=out == ROWS,
-            tiling=lambda s, out=out: tile(s["rows"], s["heads"], s["head_dim"], out, rms_norm.Norm.of(s)),
-            program=build,
-        )
-        for name, computes, out in (
-            ("rope", reference, ROWS),
-            ("rope_kv", reference, KEYS),
-            ("rope_q", reference_queries, QUERIES),
-        )
-    ),
+    *_variants(),
 )

@@ -6,10 +6,13 @@ rows with their own K and V.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from llama_npu2.artifact.dtypes import SIZES
 from llama_npu2.artifact.plan import WHOLE, View
 from stages import air
 from stages.air import limits
@@ -17,11 +20,13 @@ from stages.engine.lazy import np
 from stages.kernels import (
     BF16,
     F32,
+    KV_FORMATS,
     Arg,
     Cost,
     Sizes,
     decode_attention,
     flash_attention,
+    kv_rows,
     lanes,
     rms_norm,
     rope,
@@ -44,15 +49,19 @@ def reference(
     kv_heads: int,
     scalar: float | None = None,
     sees: int = flash_attention.ALL,
+    stored: str = "bf16",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return attention, bf16 `[heads * head_dim]`, and the cache's row of `pos`, bf16 `[kv_heads, 2, head_dim]`.
+    """Return attention, bf16 `[heads * head_dim]`, and the cache's row of `pos`, `[kv_heads, 2, half_elements]`.
 
-    `x`, `table`: as in `rope.reference_qkv`; `k`, `v`: bf16 `[positions, kv_heads * head_dim]`, of which the rows
-    before `pos` are read.
+    `x`, `table`: as in `rope.reference_qkv`; `k`, `v`: `[positions, kv_heads * head_dim]`, as the cache holds them, of
+    which the rows before `pos` are read; `stored`: the cache's format.
     """
-    q, row = rope.reference_qkv(x, table, pos, heads, kv_heads, k.shape[1] // kv_heads)
-    k, v = (np.concatenate([cached[:pos], row[:, half].reshape(1, -1)]) for half, cached in enumerate((k, v)))
-    scaled = flash_attention.rounded(q, scalar or row.shape[-1])
+    head_dim = k.shape[1] // kv_heads
+    q, new = rope.reference_qkv(x, table, pos, heads, kv_heads, head_dim)
+    row = kv_rows.rows(new[:, 0], new[:, 1], stored)
+    own = kv_rows.values(row, stored)
+    k, v = (np.concatenate([cached[:pos], half.reshape(1, -1)]) for half, cached in zip(own, (k, v), strict=True))
+    scaled = flash_attention.taken(q, scalar or head_dim, stored)
     return decode_attention.reference(scaled, k, v, heads, kv_heads, scalar, sees), row
 
 
@@ -71,13 +80,14 @@ def reference_norm(
     sees: int = flash_attention.ALL,
     offset: float = 0.0,
     once: int | bool = False,
+    stored: str = "bf16",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `reference` with the RMS norms of the heads of Q and K, whose weights are bf16 `[head_dim]`."""
     normed = normed_heads(x, heads, q_norm, k_norm, eps, offset, once)
-    return reference(normed, table, pos, k, v, heads, kv_heads, scalar, sees)
+    return reference(normed, table, pos, k, v, heads, kv_heads, scalar, sees, stored)
 
 
-def _reference_batched(one: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Callable[..., Any]:
+def _reference_batched(one: Callable[..., tuple[np.ndarray, np.ndarray]], stored: str) -> Callable[..., Any]:
     """Return the reference of attention of several tokens, each of which attends to those before it, too."""
 
     def reference(
@@ -87,8 +97,8 @@ def _reference_batched(one: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Cal
         for token, row_of_x in enumerate(x):
             out, row = one(row_of_x[None], table, *norms, pos=pos + token, k=k, v=v, **scalars)
             k, v = (
-                np.concatenate([cached[: pos + token], row[:, half].reshape(1, -1)])
-                for half, cached in enumerate((k, v))
+                np.concatenate([cached[: pos + token], half.reshape(1, -1)])
+                for half, cached in zip(kv_rows.values(row, stored), (k, v), strict=True)
             )
             outs.append(out)
             rows.append(row)
@@ -141,6 +151,8 @@ class Tiling:
     """Whether positions are read from `view` on, else from the first."""
     tokens: Tokens = ONE
     """Tokens at consecutive positions."""
+    stored: str = "bf16"
+    """The cache's format."""
 
     @property
     def view(self) -> View:
@@ -153,9 +165,29 @@ class Tiling:
         return self.heads // self.kv_heads
 
     @property
+    def unit(self) -> int:
+        """Queries that a core takes at a time."""
+        return flash_attention.unit(self.stored)
+
+    @property
     def queries(self) -> int:
-        """Rows of the whole blocks that hold a group's queries."""
-        return -(-self.group // limits.BLOCK) * limits.BLOCK
+        """Rows of the whole units that hold a group's queries."""
+        return -(-self.group // self.unit) * self.unit
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the cache's elements."""
+        return kv_rows.element_type(self.stored)
+
+    @property
+    def kv_head(self) -> int:
+        """The cache's elements of a position for a KV head."""
+        return kv_rows.head_elements(self.head_dim, self.stored)
+
+    @property
+    def kv_row(self) -> int:
+        """The cache's elements of a position."""
+        return self.kv_heads * self.kv_head
 
     @property
     def width(self) -> int:
@@ -170,7 +202,9 @@ class Tiling:
     @property
     def fresh(self) -> int:
         """Elements of the cache's rows of all tokens for a KV head, and of their positions after them."""
-        return self.tokens.count * (2 * self.head_dim) + limits.aligned(self.tokens.count * POSITION, BF16)
+        element = SIZES[self.kv_dtype]
+        count = self.tokens.count
+        return limits.aligned(count * self.kv_head, element) + limits.aligned(count * POSITION, element)
 
     @property
     def steps(self) -> int:
@@ -192,7 +226,8 @@ class Tiling:
         norm = {"NORM": 1, **self.norm.macros} if self.norm else {}
         slides = {"SLIDES": 1} if self.slides else {}
         several = {"TOKENS": self.tokens.count} if self.tokens != ONE else {}
-        return air.Variant.of("token_attention", **heads, **sizes, **self.scores.macros, **norm, **slides, **several)
+        macros = heads | sizes | self.scores.macros | norm | slides | several | kv_rows.macros(self.stored)
+        return air.Variant.of("token_attention", **macros)
 
     @property
     def macs(self) -> int:
@@ -239,10 +274,18 @@ class Tiling:
             f"token_attention over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}"
             f"{self.tokens.text}: herd {self.columns}x{self.tokens.herd_rows}, {self.tile_k} keys at a time"
             f"{', of norms' if self.norm else ''}{', from the window on' if self.slides else ''}"
+            f"{f', of a cache in {self.stored}' if kv_rows.in_numbers(self.stored) else ''}"
         )
 
 
-def tile(window: int, heads: int, kv_heads: int, head_dim: int, norm: rms_norm.Norm | None = None) -> Tiling:
+def tile(
+    window: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    norm: rms_norm.Norm | None = None,
+    stored: str = "bf16",
+) -> Tiling:
     """Divide a token's attention: the most columns among which KV heads divide evenly, then the largest tile of keys.
 
     Each column has a stream from DDR. The tile fits L1 as often as the compiler copies it. Raises UserError if a head
@@ -252,7 +295,7 @@ def tile(window: int, heads: int, kv_heads: int, head_dim: int, norm: rms_norm.N
     limits.require_multiple(what, "window", window, 2 * limits.BLOCK)
     columns = _columns(what, heads, kv_heads, head_dim)
     keys = limits.divisors(window, 2 * limits.BLOCK, 64)
-    tilings = [Tiling(window, heads, kv_heads, head_dim, columns, k, norm=norm) for k in keys]
+    tilings = [Tiling(window, heads, kv_heads, head_dim, columns, k, norm=norm, stored=stored) for k in keys]
     fitting = limits.require_any(what, limits.IN_L1, filter(_fits, tilings))
     return limits.steady_first(what, fitting, lambda p: p.steps)[0]
 
@@ -265,7 +308,12 @@ def _columns(what: str, heads: int, kv_heads: int, head_dim: int) -> int:
 
 
 def tile_sliding(
-    heads: int, kv_heads: int, head_dim: int, scores: flash_attention.Scores, norm: rms_norm.Norm | None = None
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scores: flash_attention.Scores,
+    norm: rms_norm.Norm | None = None,
+    stored: str = "bf16",
 ) -> Tiling:
     """Divide a token's attention over what its window sees, as `tile`.
 
@@ -275,7 +323,7 @@ def tile_sliding(
     what = f"token_attention over the last {scores.sees}, heads {heads}/{kv_heads}x{head_dim}"
     columns = _columns(what, heads, kv_heads, head_dim)
     tilings = (
-        Tiling(scores.positions(1, k), heads, kv_heads, head_dim, columns, k, scores, norm, slides=True)
+        Tiling(scores.positions(1, k), heads, kv_heads, head_dim, columns, k, scores, norm, slides=True, stored=stored)
         for k in flash_attention.SLIDING_KEYS
     )
     return limits.require_any(what, limits.IN_L1, filter(_fits, tilings))[0]
@@ -321,34 +369,40 @@ def _fits(p: Tiling) -> bool:
     accumulators, maxima and sums; keys, values and scores, which the compiler copies because only the loop over the
     keys uses them.
     """
-    count, each = p.tokens.count, p.tokens.each
-    own = BF16 * (2 + p.group) * p.head_dim + (BF16 + F32) * p.queries * p.head_dim + 2 * F32 * p.queries
+    count, each, element = p.tokens.count, p.tokens.each, SIZES[p.kv_dtype]
+    own = BF16 * p.group * p.head_dim + (BF16 + F32) * p.queries * p.head_dim + F32 * math.prod(_stats(p))
     return limits.fits_l1(
         limits.aligned(BF16 * p.width) + limits.aligned(count * F32 * p.angles),
         BF16 * 2 * p.head_dim if p.norm else 0,
-        BF16 * p.fresh if count > 1 else 0,
-        each * own,
-        limits.copies(p.steps) * (BF16 * 2 * p.head_dim + F32 * p.queries) * p.tile_k,
+        element * p.fresh if count > 1 else 0,
+        each * (own + limits.aligned(element * p.kv_head)),
+        limits.copies(p.steps) * (element * p.kv_head * p.tile_k + F32 * math.prod(_scores(p))),
     )
+
+
+def _stats(p: Tiling) -> tuple[int, ...]:
+    return flash_attention.stats_shape(p.queries, p.stored)
+
+
+def _scores(p: Tiling) -> tuple[int, ...]:
+    return flash_attention.scores_shape(p.queries, p.tile_k, p.stored)
 
 
 def build(tiling: Tiling) -> AirModule:
     """Build the AIR program with the arguments `x`, `table`, `q_norm` and `k_norm` for norms, `kv`, `out` and `row`.
 
     `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`. `table`: f32 `[head_dim + POSITION / 2]`, the row of the token's
-    position, which follows the angles as i32. `q_norm`, `k_norm`: bf16 `[head_dim]`. `kv`: bf16
-    `[window][kv_heads * 2 * head_dim]`, the cache in `view`. `out`: bf16 `[heads * head_dim]`. `row`: bf16
-    `[2 * kv_heads * head_dim]`, the position's row of the cache. With several tokens, `x`, `table`, `out` and `row`
-    have them as their first dimension.
+    position, which follows the angles as i32. `q_norm`, `k_norm`: bf16 `[head_dim]`. `kv`: `[window][kv_row]`, the
+    cache in `view`. `out`: bf16 `[heads * head_dim]`. `row`: `[kv_row]`, the position's row of the cache. With several
+    tokens, `x`, `table`, `out` and `row` have them as their first dimension.
     """
     p = tiling
-    kv = p.kv_heads * 2 * p.head_dim
     # In the order in which a core uses them.
     norms = dict.fromkeys(_NORMS, p.head_dim) if p.norm else {}
     given = {"x": p.width, **norms, "table": p.angles}
     shapes = {name: (size,) if name in norms else p.tokens.shape(size) for name, size in given.items()}
-    shapes |= {"kv": (p.window, kv), "out": p.tokens.shape(p.heads * p.head_dim), "row": p.tokens.shape(kv)}
-    dtypes = {"table": "f32"}
+    shapes |= {"kv": (p.window, p.kv_row), "out": p.tokens.shape(p.heads * p.head_dim), "row": p.tokens.shape(p.kv_row)}
+    dtypes = {"table": "f32", "kv": p.kv_dtype, "row": p.kv_dtype}
     b = air.Builder(
         "token_attention", {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
     )
@@ -372,23 +426,29 @@ _NORMS = ("q_norm", "k_norm")
 
 def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_head: Index) -> None:
     """Rotate a group's queries, then compute their attention over all key tiles."""
-    d, k, width = p.head_dim, p.tile_k, p.group * p.head_dim
-    blocks = (p.queries // limits.BLOCK, d // limits.BLOCK, limits.BLOCK, limits.BLOCK)
-    sums = (((p.queries, d), "f32"), ((2, p.queries), "f32"), ((p.queries, k), "f32"))
-    head_in_cache = kv_head * (2 * d), 2 * d, 1
+    d, width = p.head_dim, p.group * p.head_dim
+    blocks = (p.queries // p.unit, d // limits.BLOCK, p.unit, limits.BLOCK)
+    sums = (((p.queries, d), "f32"), (_stats(p), "f32"), (_scores(p), "f32"))
+    fresh = limits.aligned(p.kv_head, SIZES[p.kv_dtype])
     weights, eps = ([(d,)] * len(_NORMS), [p.norm.eps]) if p.norm else ([], [])
     with (
-        b.alloc(air.L1, (p.width,), ((p.angles,), "f32"), (2 * d,), blocks, *sums) as (x, table, row, q, *work),
+        b.alloc(air.L1, (p.width,), ((p.angles,), "f32"), ((fresh,), p.kv_dtype), blocks, *sums) as (
+            x,
+            table,
+            row,
+            q,
+            *work,
+        ),
         b.alloc(air.L1, *weights) as norms,
     ):
         for given in (x, *norms, table):
             b.get(rows, tile, given)
         acc, stats, scores = work
         b.call(p.variant, "ta_init", x, *norms, table, kv_head, q, acc, stats, row, *eps)
-        b.dma(b.args["row"].at(head_in_cache), row)
-        with b.loop(p.steps) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
-            b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), head_in_cache))
-            b.call(p.variant, "ta_step", table, j * k, row, q, kv, acc, stats, scores)
+        written = row if fresh == p.kv_head else row.at((0, p.kv_head, 1))
+        b.dma(b.args["row"].at((kv_head * p.kv_head, p.kv_head, 1)), written)
+        with flash_attention.tiles(b, p.steps, p, kv_head) as (j, kv):
+            b.call(p.variant, "ta_step", table, j * p.tile_k, row, q, kv, acc, stats, scores)
         with b.alloc(air.L1, (width,)) as (out,):
             b.call(p.variant, "ta_out", acc, stats, q, out)
             b.dma(b.args["out"].at((kv_head * width, width, 1)), out)
@@ -396,18 +456,20 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
 
 def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
     """Compute the attention of a launch's tokens, from `token` on, for a KV head a column, from head `first` on."""
-    count, d, width, kv = p.tokens.count, p.head_dim, p.group * p.head_dim, p.kv_heads * 2 * p.head_dim
+    count, width = p.tokens.count, p.group * p.head_dim
     herd = p.columns, p.tokens.herd_rows
     rows = b.channel((1, 1), herd)
     b.put(rows, (0, 0), b.args["table"].at((0, count * p.angles, 1)))
     with b.loop(count) as i:
         b.put(rows, (0, 0), b.args["x"].at((i, 1, p.width), (0, p.width, 1)))
     together = p.tokens.together
-    with b.alloc(air.L2, (p.columns, together * 2 * d), (p.columns, together * width)) as results:
+    rows_of_head = (p.columns, together * p.kv_head), p.kv_dtype
+    with b.alloc(air.L2, rows_of_head, (p.columns, together * width)) as results:
         with b.herd(*herd) as tile:
             _attend_own(b, p, rows, tile, first, token, results)
         # The compiler cuts these transfers by column and drops an offset of that dimension, so the offset stays 0.
-        for name, size, whole, result in zip(("row", "out"), (2 * d, width), (kv, p.heads * d), results, strict=True):
+        sizes, wholes = (p.kv_head, width), (p.kv_row, p.heads * p.head_dim)
+        for name, size, whole, result in zip(("row", "out"), sizes, wholes, results, strict=True):
             b.dma(b.args[name].at((0, p.columns, size), (token, together, whole), (first * size, size, 1)), result)
 
 
@@ -422,12 +484,13 @@ def _attend_own(
         results: the cache's rows, and the results, each `[columns][tokens of the launch * elements]` in L2.
     """
     count, each, (tx, ty) = p.tokens.count, p.tokens.each, tile
-    d, k, width, kv_head = p.head_dim, p.tile_k, p.group * p.head_dim, tx + first
-    blocks = (p.queries // limits.BLOCK, d // limits.BLOCK, limits.BLOCK, limits.BLOCK)
+    d, width, kv_head = p.head_dim, p.group * p.head_dim, tx + first
+    blocks = (p.queries // p.unit, d // limits.BLOCK, p.unit, limits.BLOCK)
     of_token: list[tuple[int, ...] | tuple[tuple[int, ...], str]]
-    of_token = [blocks, ((p.queries, d), "f32"), ((2, p.queries), "f32")]
+    of_token = [blocks, ((p.queries, d), "f32"), (_stats(p), "f32")]
+    new_rows, weights = ((p.fresh,), p.kv_dtype), (_scores(p), "f32")
     with (
-        b.alloc(air.L1, (p.fresh,), ((p.queries, k), "f32"), *of_token * each) as (fresh, scores, *buffers),
+        b.alloc(air.L1, new_rows, weights, *of_token * each) as (fresh, scores, *buffers),
         b.alloc(air.L1, ((count * p.angles,), "f32"), (p.width,)) as (table, x),
     ):
         own = [(ty * each + (start + token), buffers[3 * token : 3 * token + 3]) for token in range(each)]
@@ -437,50 +500,54 @@ def _attend_own(
             b.call(p.variant, "ta_row", x, table, kv_head, i, fresh)
             for token, work in own:
                 b.call(p.variant, "ta_queries", x, table, kv_head, i, token, *work)
-        with b.loop(p.steps) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
-            b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
+        with flash_attention.tiles(b, p.steps, p, kv_head) as (j, kv):
             for token, work in own:
-                b.call(p.variant, "ta_step", fresh, token, j * k, kv, *work, scores)
-        with b.alloc(air.L1, (each * 2 * d,), (each * width,)) as own_results:
+                b.call(p.variant, "ta_step", fresh, token, j * p.tile_k, kv, *work, scores)
+        kept = limits.aligned(each * p.kv_head, SIZES[p.kv_dtype])
+        with b.alloc(air.L1, ((kept,), p.kv_dtype), (each * width,)) as own_results:
             for number, (token, (q, acc, stats)) in enumerate(own):
                 b.call(p.variant, "ta_out", acc, stats, q, fresh, token, number, *own_results)
-            for result, own_result, size in zip(results, own_results, (2 * d, width), strict=True):
+            for result, own_result, size in zip(results, own_results, (p.kv_head, width), strict=True):
                 place = (tx, 1, p.tokens.together * size), (ty * each * size, each * size, 1)
-                b.dma(result.at(*place), own_result)
+                padded = own_result is own_results[0] and kept > each * size
+                b.dma(result.at(*place), own_result.at((0, each * size, 1)) if padded else own_result)
 
 
-def _tile(sizes: Sizes, norm: rms_norm.Norm | None = None) -> Tiling:
-    tiling = tile(sizes["window"], sizes["heads"], sizes["kv_heads"], sizes["head_dim"], norm)
+def _tile(sizes: Sizes, norm: rms_norm.Norm | None = None, stored: str = "bf16") -> Tiling:
+    tiling = tile(sizes["window"], sizes["heads"], sizes["kv_heads"], sizes["head_dim"], norm, stored)
     return _of_tokens(replace(tiling, scores=flash_attention.Scores.of(sizes)), sizes)
 
 
-def _sliding(sizes: Sizes, norm: rms_norm.Norm | None = None) -> Tiling:
+def _sliding(sizes: Sizes, norm: rms_norm.Norm | None = None, stored: str = "bf16") -> Tiling:
     scores = flash_attention.Scores.of({**sizes, "window": flash_attention.ALL})
-    return _of_tokens(tile_sliding(sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scores, norm), sizes)
+    heads = sizes["heads"], sizes["kv_heads"], sizes["head_dim"]
+    return _of_tokens(tile_sliding(*heads, scores, norm, stored), sizes)
 
 
 def _of_tokens(one: Tiling, sizes: Sizes) -> Tiling:
     return several(one, Tokens(sizes["rows"])) if "rows" in sizes else one
 
 
-def _with_norm(tiled: Callable[[Sizes, rms_norm.Norm], Tiling]) -> Callable[[Sizes], Tiling]:
-    return lambda sizes: tiled(sizes, rms_norm.Norm.of(sizes))
+def _with_norm(tiled: Callable[..., Tiling], normed: bool, stored: str) -> Callable[[Sizes], Tiling]:
+    return lambda sizes: tiled(sizes, rms_norm.Norm.of(sizes) if normed else None, stored)
 
 
 KERNELS = tuple(
     signature(
         f"{prefix}{name}",
-        ("x", Arg("table", "f32"), *norms, "kv"),
+        ("x", Arg("table", "f32"), *norms, Arg("kv", stored)),
         f"{rows}window pos {flash_attention.PARAMS}{scalars}",
-        _reference_batched(computes) if prefix else computes,
-        writes=("out", "row"),
+        _reference_batched(partial(computes, stored=stored), stored) if prefix else partial(computes, stored=stored),
+        writes=("out", Arg("row", stored, written=True)),
         source="token_attention",
+        stored=stored,
         attends=True,
         host=False,
-        tiling=_with_norm(_tile) if norms else _tile,
-        sliding=_with_norm(_sliding) if norms else _sliding,
+        tiling=_with_norm(_tile, bool(norms), stored),
+        sliding=_with_norm(_sliding, bool(norms), stored),
         program=build,
     )
+    for stored in KV_FORMATS.values()
     for name, norms, scalars, computes in (
         ("token_attention", (), "", reference),
         ("norm_token_attention", _NORMS, f" {rms_norm.PARAMS}", reference_norm),

@@ -112,6 +112,7 @@ class Config:
             "q_dim": self.heads * self.head_dim,
             "kv_dim": self.kv_heads * self.head_dim,
             "kv_pair_dim": 2 * self.kv_heads * self.head_dim,
+            "kv_halves": 2 * self.kv_heads,
             "qk_dim": (self.heads + self.kv_heads) * self.head_dim,
             "qkv_dim": (self.heads + 2 * self.kv_heads) * self.head_dim,
             "ffn_pair_dim": 2 * self.ffn,

@@ -21,6 +21,9 @@ KV, HISTORY = "kv", "history"
 Dim = str | int
 Shape = tuple[Dim, ...]
 
+KV_ROW: Shape = ("kv_pair_dim",)
+"""The shape of a position in a KV cache in rows: K and V of all heads."""
+
 UNPACK, UNPACK_JOINED = "unpack", "unpack_joined"
 """How a part's weights lie that the host unpacks for a prompt: each in a buffer of its own, or joined with others."""
 

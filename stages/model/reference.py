@@ -1,6 +1,7 @@
 """Computes parts and plans in numpy, by the kernels' references, wired as the parts describe.
 
-Tensors are in plain layout. A KV cache is `[positions, kv_heads, 2, head_dim]`, NaN where nothing was written.
+Tensors are in plain layout. A KV cache is `[positions, kv_heads, 2, half_elements]` (`stages.kernels.kv_rows`), NaN where
+nothing was written.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from llama_npu2.artifact.plan import LAST_ROW, BufferRef, Phase, PlannedCall, Plans
 from stages.engine.lazy import ml_dtypes, np
-from stages.kernels import Kernel
+from stages.kernels import Kernel, kv_rows
 from stages.kernels.unpacking import written_part
 from stages.model.grouping import Program
 from stages.model.part import HISTORY, Dim, Launch, Slot
@@ -22,12 +23,12 @@ Sizes = Mapping[str, Any]
 """Dimensions by name (`Config.dimensions`), with the run's `seq` and `pos`."""
 
 HALVES = {
-    **dict.fromkeys(("rope_kv", "norm_rope_kv"), slice(0, 1)),
-    **dict.fromkeys(("gemm_kv", "gemm_kv_bias"), slice(1, 2)),
-    **dict.fromkeys(("token_attention", "norm_token_attention"), slice(0, 2)),
+    **dict.fromkeys(("rope_kv", "norm_rope_kv"), kv_rows.KEYS),
+    **dict.fromkeys(("gemm_kv", "gemm_kv_bias", "append_v"), kv_rows.VALUES),
+    **dict.fromkeys(("token_attention", "norm_token_attention"), kv_rows.BOTH),
 }
-"""Kernels whose last result goes to rows of an interleaved cache -> the halves of each head that it goes to: 0 is K, 1
-is V."""
+"""Operations whose last result goes to rows of an interleaved cache -> the halves of each head that it goes to: 0 is K,
+1 is V."""
 
 
 def evaluate(program: Program, sizes: Sizes, values: Values) -> None:
@@ -50,13 +51,13 @@ def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: M
     if cache is not None:
         until = inputs["pos"] + inputs.get("seq", 1)
         # What appends to a cache has its own `k` and `v`.
-        inputs = {"k": _half(cache, 0, until), "v": _half(cache, 1, until), "kv": cache} | inputs
+        inputs = dict(zip("kv", _halves(cache[:until], kernel.stored), strict=True)) | {"kv": cache} | inputs
     if "history" in slots:
         inputs["history"] = values[slots["history"]]
     for slot, result in zip(written, results(kernel, inputs), strict=True):
-        if kernel.name in HALVES and slot == written[-1]:
+        if kernel.operation in HALVES and slot == written[-1]:
             rows = values[slot][inputs["pos"] :][: inputs.get("rows", 1)]
-            halves = rows[:, :, HALVES[kernel.name]]
+            halves = rows[:, :, HALVES[kernel.operation]]
             halves[...] = result.reshape(halves.shape)
         elif "apart" in inputs:
             part = written_part(values[slot], inputs)
@@ -78,8 +79,10 @@ def results(kernel: Kernel, inputs: Mapping[str, Any]) -> tuple[np.ndarray, ...]
     return out if isinstance(out, tuple) else (out,)
 
 
-def _half(cache: np.ndarray, which: int, until: int) -> np.ndarray:
-    return cache[:until, :, which].reshape(until, -1)
+def _halves(cached: np.ndarray, stored: str) -> list[np.ndarray]:
+    """Return K and V of rows, `[positions, kv_heads * head_dim]`: bf16, or what numbers with scales stand for."""
+    halves = kv_rows.values(cached, stored) if kv_rows.in_numbers(stored) else (cached[:, :, half] for half in (0, 1))
+    return [half.reshape(len(cached), -1) for half in halves]
 
 
 def _shaped(name: str, inputs: Mapping[str, Any]) -> Any:
@@ -96,6 +99,14 @@ def history(positions: int, cols: int, taps: int) -> np.ndarray:
     rows = np.full((positions + taps - 1, cols), np.nan, ml_dtypes.bfloat16)
     rows[: taps - 1] = 0
     return rows
+
+
+def empty_cache(positions: int, kv_heads: int, head_dim: int, stored: str = "bf16") -> np.ndarray:
+    """Return a KV cache in rows in which nothing was written: all values are NaN."""
+    shape = positions, kv_heads, 2, kv_rows.half_elements(head_dim, stored)
+    if kv_rows.in_numbers(stored):
+        return np.full(shape, -1, np.int8)  # scales of these bytes are NaN
+    return np.full(shape, np.nan, ml_dtypes.bfloat16)
 
 
 class Model:
@@ -160,8 +171,8 @@ class Model:
         if slot.keeps == HISTORY:
             return self._buffers.setdefault(name, history(self._positions, sizes["emb"], sizes["taps"]))
         if slot.keeps:
-            heads = (self._dimensions["kv_heads"], 2, self._dimensions["head_dim"])
-            return self._buffers.setdefault(name, np.full((self._positions, *heads), np.nan, ml_dtypes.bfloat16))
+            heads = self._dimensions["kv_heads"], self._dimensions["head_dim"]
+            return self._buffers.setdefault(name, empty_cache(self._positions, *heads, slot.format))
         size = math.prod(shape)
         first = (sizes["seq"] - 1) * size if view == LAST_ROW else 0
         content = self._buffers.get(name)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stages.kernels import kernel_for
-from stages.model.part import KV, Launch, Part, Slot
+from stages.kernels import kernel_for, kv_rows
+from stages.model.part import KV, KV_ROW, Launch, Part, Shape, Slot
 from stages.model.policy import Policy
 
 
 def stored_slots(part: Part, policy: Policy) -> tuple[Slot, ...]:
     """Return the slots of a part of bf16 weights and caches in the formats of a policy."""
-    return tuple(replace(slot, format=_format(slot, policy)) for slot in part.slots)
+    formats = ((slot, _format(slot, policy)) for slot in part.slots)
+    return tuple(replace(slot, format=form, shape=_shape(slot, form)) for slot, form in formats)
 
 
 def stored(part: Part, policy: Policy) -> Part:
@@ -28,6 +29,12 @@ def stored(part: Part, policy: Policy) -> Part:
         return replace(launch, kernel=chosen)
 
     return replace(part, slots=slots, launches=tuple(map(with_kernel, part.launches)))
+
+
+def _shape(slot: Slot, form: str) -> Shape:
+    """Return the shape of a slot in a format; rows of a cache that have scales are those of K or V of a head."""
+    by_head = slot.keeps == KV and slot.shape[-1:] == KV_ROW and kv_rows.in_numbers(form)
+    return (*slot.shape[:-1], "kv_halves", "head_dim") if by_head else slot.shape
 
 
 def _format(slot: Slot, policy: Policy) -> str:

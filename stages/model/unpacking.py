@@ -55,7 +55,7 @@ def unpacking_part(config: Config, key: PartKey, policy: Policy) -> Part:
     joined_of = {weight: entry for entry in joined for weight in entry.parts}
     targets = {weight: slot for slot in products.slots for weight in slot.joins or (slot.name,)}
     b = PartBuilder()
-    plain = plain_part(config, key)
+    plain = plain_part(config, key, policy)
     assert plain
     for slot in _packed_slots(stored_slots(plain, policy), policy):
         source, target = joined_of.get(slot.name, Joined(slot, {slot.name: 0})), targets[slot.name]
@@ -71,17 +71,18 @@ def unpacking_part(config: Config, key: PartKey, policy: Policy) -> Part:
 
 
 def _products(config: Config, key: PartKey, policy: Policy) -> Part:
-    """Return a part with the weights of its products in the format of `policy.matmul`.
+    """Return a part with the weights of its products in the format of `policy.matmul`, and caches in that of `kv`.
 
     Weights that parts may have as pairs are one slot where both are unpacked.
     """
-    plain, paired = plain_part(config, key), plain_part(config, key, paired=True)
+    plain, paired = (plain_part(config, key, policy, pairs) for pairs in (False, True))
     assert plain
     if paired:
         packed = {slot.name for slot in _packed_slots(stored_slots(plain, policy), policy)}
         if {weight for slot in paired.slots for weight in slot.joins} <= packed:
             plain = paired
-    return plain if policy.matmul == BF16.matmul else stored(plain, Policy(policy.matmul))
+    products = Policy(policy.matmul, kv=policy.kv)
+    return plain if products == BF16 else stored(plain, products)
 
 
 def _packed_slots(slots: Iterable[Slot], policy: Policy) -> Iterator[Slot]:

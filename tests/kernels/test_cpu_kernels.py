@@ -18,7 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llama_npu2.errors import UserError
-from stages.kernels import Arg, flash_attention, rms_norm, scale, short_conv, signature
+from stages.kernels import (
+    Arg,
+    flash_attention,
+    format_kernel,
+    kv_rows,
+    rms_norm,
+    scale,
+    short_conv,
+    signature,
+)
 from stages.kernels.append_kv import reference_panels
 from stages.targets.cpu.objects import compile_host
 from stages.targets.cpu.prototypes import prototypes
@@ -580,19 +589,23 @@ def test_decode_attention(teams, rng, stored, pos, heads, kv_heads, head_dim):
     assert_within(out, *attention(q, k, v, pos, *shape, stored))
 
 
+@in_all_formats
 @pytest.mark.parametrize("pos", [0, 1, 128, 300])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (6, 3, 34)])
-def test_a_cache_in_rows_changes_no_bit(teams, rng, pos, heads, kv_heads, head_dim):
+def test_a_cache_in_rows_changes_no_bit(teams, rng, stored, pos, heads, kv_heads, head_dim):
     """append_kv fills a cache position by position; attention over it equals attention over panels."""
     shape = (heads, kv_heads, head_dim)
     q = normal(rng, 1, heads * head_dim)
     k, v = (normal(rng, pos + 1, kv_heads * head_dim) for _ in range(2))
-    cache = output((pos + 1, 2 * kv_heads * head_dim))
+    want = kv_rows.rows(*(t.reshape(pos + 1, kv_heads, head_dim) for t in (k, v)), stored)
+    cache = guarded(np.zeros_like(want))
     for row in range(pos + 1):
-        teams("append_kv", guarded(k[row]), guarded(v[row]), cache, row, kv_heads, head_dim)
+        teams(format_kernel("append_kv", stored), guarded(k[row]), guarded(v[row]), cache, row, kv_heads, head_dim)
+    assert cache.tobytes() == want.tobytes()
     over_rows, over_panels = output(q.shape), output(q.shape)
-    teams("decode_attention_kv", q, cache, over_rows, pos, *shape)
-    teams("decode_attention_panels", q, *kv_panels(k, v, kv_heads, head_dim), over_panels, pos, *shape)
+    teams(format_kernel("decode_attention_kv", stored), q, cache, over_rows, pos, *shape)
+    panels = kv_panels(k, v, kv_heads, head_dim, stored)
+    teams(format_kernel("decode_attention_panels", stored), q, *panels, over_panels, pos, *shape)
     np.testing.assert_array_equal(over_rows.view(np.uint16), over_panels.view(np.uint16))
 
 

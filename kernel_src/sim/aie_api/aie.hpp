@@ -312,7 +312,8 @@ public:
             sim::fill(out.data, Elems, [&](unsigned i) { return sim::shift_down(data[i], shift, rounding); });
         } else if constexpr (std::is_same_v<T, int32>) {
             static_assert(std::is_same_v<Tag, acc64>);
-            for (unsigned i = 0; i < Elems; ++i) out.data[i] = static_cast<int32>(data[i]);
+            const rounding_mode rounding = sim::mode;
+            sim::fill(out.data, Elems, [&](unsigned i) { return sim::shift_down(data[i], shift, rounding); });
         } else {
             static_assert(std::is_same_v<T, float>);
             std::memcpy(out.data, data, sizeof data);

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
+from stages.kernels import kv_rows
 from stages.model.config import Config
 from stages.model.decoder import Attention, Experts, Layer
 from stages.model.part import Joined, Part, PartBuilder, PartKey
-from stages.model.parts.builders import BUILDERS, FUSED, MIXES, PAIRED, SHARED, Build, Described
+from stages.model.parts.builders import BUILDERS, FUSED, MIXES, PAIRED, QUANTISED, SHARED, Build, Described
 from stages.model.policy import BF16, Policy
 from stages.model.stored import stored
 from stages.weights.formats import formats
@@ -22,15 +23,23 @@ def part(config: Config, key: PartKey, policy: Policy = BF16) -> Part:
     KeyError if there is none of that name.
     """
     policy = with_overrides(policy, key.overrides)
-    fused = FUSED if shared_weights(config, policy) else {}
-    plain = _built(config, key, fused.get(key.name, BUILDERS[key.name]))
+    others = (FUSED if shared_weights(config, policy) else {}) | _quantised(policy)
+    plain = _built(config, key, others.get(key.name, BUILDERS[key.name]))
     return plain if policy == BF16 else replace(stored(plain, policy), key=key)
 
 
-def plain_part(config: Config, key: PartKey, paired: bool = False) -> Part | None:
-    """Return a part with weights in bf16. `paired`: one with gate and up as one product; None if it has none."""
-    build = (PAIRED if paired else BUILDERS).get(key.name)
+def plain_part(config: Config, key: PartKey, policy: Policy, paired: bool = False) -> Part | None:
+    """Return a part with weights and caches in bf16, as it is built for a policy.
+
+    `paired`: one with gate and up as one product; None if it has none.
+    """
+    build = (PAIRED if paired else BUILDERS | _quantised(policy)).get(key.name)
     return build and _built(config, PartKey(key.name, key.variant), build)
+
+
+def _quantised(policy: Policy) -> dict[str, Build]:
+    """Return the parts that are others where rows of a KV cache have scales."""
+    return QUANTISED if kv_rows.in_numbers(policy.cache) else {}
 
 
 @functools.cache

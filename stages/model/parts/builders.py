@@ -32,7 +32,7 @@ from stages.model.decoder import (
     Norm,
     ShortConv,
 )
-from stages.model.part import HISTORY, KV, Dim, Joined, PartBuilder, Shape, Slot
+from stages.model.part import HISTORY, KV, KV_ROW, Dim, Joined, PartBuilder, Shape, Slot
 from stages.weights.scalars import ACTIVATIONS
 
 
@@ -125,7 +125,7 @@ class Described:
 
 def _interleaved(b: PartBuilder, role: str, view: View = WHOLE) -> str:
     """Add the NPU's KV cache: a row per position, K and V of a head together, so that attention needs one stream."""
-    return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", view=view, keeps=KV)
+    return b.slot("kv", ("max_seq", *KV_ROW), role, buffer="kv_cache.{layer}", view=view, keeps=KV)
 
 
 def _attend(d: Described, b: PartBuilder, kernel: str, args: dict[str, str], **scalars: Dim) -> None:
@@ -136,29 +136,32 @@ def _attend(d: Described, b: PartBuilder, kernel: str, args: dict[str, str], **s
 
 def _window(b: PartBuilder) -> str:
     """Add the first rows of the NPU's KV cache: those of a context bucket."""
-    return b.slot("kv_window", ("window", "kv_pair_dim"), "input", buffer="kv_cache.{layer}", keeps=KV)
+    return b.slot("kv_window", ("window", *KV_ROW), "input", buffer="kv_cache.{layer}", keeps=KV)
 
 
-def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartBuilder:
+def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False, quantises: bool = False) -> PartBuilder:
     """Build the RMS norm, the Q/K/V projections and the rotary embedding of Q and K.
 
     Args:
         interleave: Whether K and V are written to rows of the interleaved cache. Then each query has its position,
             which comes with its angles.
+        quantises: Whether these rows have scales, so that V's product cannot write them.
     """
     b = PartBuilder()
     x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
     norm_w, normed = _normed_input(d, b, rows, "norm_w", "normed", x)
-    products = {which: _projection(d, b, rows, which, interleave) for which in _WIDTHS}
+    direct = interleave and not quantises
+    products = {which: _projection(d, b, rows, which, direct) for which in _WIDTHS}
     names = ROW_NORMS if d.mixer.norms_rows else QK_NORMS
     norms = {name[0]: d.weight(b, name) for name in names} if d.mixer.qk_norm else {}
     tables = _angles(d, b, interleave)
     v = products["v"]["out"]
+    kv = _interleaved(b, "output", FROM_POSITION) if quantises else v
     q_roped = b.slot("q_roped", rows.act("placed_heads_dim" if interleave else "q_dim"), "output")
-    k_roped = v if interleave else b.slot("k_roped", rows.act("kv_dim"), "output")
+    k_roped = kv if interleave else b.slot("k_roped", rows.act("kv_dim"), "output")
     _norm_input(d, b, rows, x, norm_w, normed)
     for which, args in products.items():
-        if which == "v" and interleave:
+        if which == "v" and direct:
             product, sizes = "gemm_kv_bias" if d.mixer.biased else "gemm_kv", {"cols": "emb", "out_cols": "kv_dim"}
             b.launch(product, {"x": normed, **args}, rows=rows.rows, pos="pos", head_dim="head_dim", **sizes)
         else:
@@ -166,17 +169,23 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartB
     for which, out in (("q", q_roped), ("k", k_roped)):
         args = {"x": products[which]["out"], "table": tables[which], "out": out}
         _rotate(d, b, rows, which, args, norms.get(which, ""), interleave)
+    if quantises:
+        sizes = {"heads": "kv_heads", "head_dim": "head_dim"}
+        b.launch("append_v", {"x": v, "out": kv}, rows=rows.rows, pos="pos", **sizes)
     return b
 
 
 _WIDTHS = {"q": "q_dim", "k": "kv_dim", "v": "kv_dim"}
 
 
-def _projection(d: Described, b: PartBuilder, rows: _Rows, which: str, interleave: bool) -> dict[str, str]:
-    """Add the slots of the projection of Q, K or V. Return its product's arguments besides the input."""
+def _projection(d: Described, b: PartBuilder, rows: _Rows, which: str, direct: bool) -> dict[str, str]:
+    """Add the slots of the projection of Q, K or V. Return its product's arguments besides the input.
+
+    `direct`: whether V goes straight into the cache.
+    """
     weight = d.weight(b, f"w{which}")
     bias = {"bias": d.weight(b, f"b{which}")} if d.mixer.biased else {}
-    if which == "v" and interleave:
+    if which == "v" and direct:
         out = _interleaved(b, "output", FROM_POSITION)
     else:
         out = b.slot(which, rows.act(_WIDTHS[which]), "output" if which == "v" else "scratch")
@@ -709,6 +718,11 @@ SHARED = ("w_gate", "w_up", "w_down")
 
 FUSED: dict[str, Build] = _of_tokens("o_ffn_gemvs", _o_ffn_gemvs, fused=True)
 """Parts of tokens in place of those of `BUILDERS` if the cores of a launch can share the weights of `SHARED`."""
+
+QUANTISED: dict[str, Build] = {
+    "rms_gemms_rope_kv": lambda d: _norm_qkv_rope(d, _PROMPT, interleave=True, quantises=True),
+}
+"""Parts of a prompt in place of those of `BUILDERS` if rows of a KV cache have scales."""
 
 MIXES: dict[str, str] = {
     **dict.fromkeys(("rms_gemms_rope", "rms_gemms_rope_kv", "rms_gemv_rope", "norm_qkv_gemv"), Attention.kind),

@@ -59,6 +59,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "weights": options["policy"]["weights"],
         # `npu.matmul=` is for prefill only.
         "matmul": options["policy"]["matmul"] if program.bucket and not program.several else BF16.matmul,
+        **({"kv": options["policy"]["kv"]} if options["policy"]["kv"] != BF16.kv else {}),
         **({"slides": True} if program.sliding else {}),
         **({"several": True} if program.several else {}),
     }
@@ -93,6 +94,7 @@ def write_module(
     matmul: str,
     slides: bool = False,
     several: bool = False,
+    kv: str = BF16.kv,
     support: Sequence[str] = (),
     priced: bool = True,
 ) -> None:
@@ -104,6 +106,7 @@ def write_module(
         weights: Text of the policy, as `matmul`.
         slides: Whether it sees the KV cache from the beginning of its window on.
         several: Whether `bucket` is a number of tokens, which have the arithmetic of one.
+        kv: The KV cache, as `Policy.kv`.
         support: C++ sources whose objects the program links besides its tile functions.
         priced: Whether to write the estimated times. They are no input of the build, so that a changed constant of the
             estimate re-links nothing.
@@ -113,7 +116,7 @@ def write_module(
     """
     config, rows = read_config(directory / CONFIG), (bucket,) if bucket else ()
     chosen = replace(GROUPINGS[grouping], counts=rows if several else ())
-    policy, positions = parse_policy(weights, matmul=matmul), config.max_seq if slides else window or CONTEXT_BUCKET
+    policy, positions = parse_policy(weights, kv, matmul), config.max_seq if slides else window or CONTEXT_BUCKET
     programs = derive_programs(config, chosen, () if several else rows, policy, positions)
     program = next(
         p for p in programs if (p.entry, p.context, bool(p.sliding), p.several) == (entry, window, slides, several)
