@@ -13,10 +13,8 @@ constexpr unsigned SCALE_BYTES = sizeof(float);
 constexpr unsigned ROW_BYTES = HEAD_DIM + SCALE_BYTES, HEAD_BYTES = 2 * ROW_BYTES;
 static_assert(HEAD_DIM % 32 == 0 && HEAD_BYTES % EDGE == 0);
 
-// From the exponent on whose values have no inverse that f32 holds.
+// Values with less than this exponent have no inverse that f32 holds; an infinite one has bits of 0x7f80.
 constexpr int32 LEAST_EXPONENT = 8;
-// The bits of an infinite bf16; those of what is no number are more.
-constexpr int32 INFINITE_BITS = 0x7f80;
 
 // Runs of bytes that begin at words.
 inline void copy_words(const void *from, unsigned bytes, void *to) {
@@ -37,7 +35,7 @@ inline int32 largest_of(const bfloat16 *x) {
 inline float quantise(const bfloat16 *x, int8 *numbers) {
     const int32 largest = largest_of(x);
     const float most = __builtin_bit_cast(float, largest << 16);
-    const bool divides = largest >> 7 >= LEAST_EXPONENT && largest < INFINITE_BITS;
+    const bool divides = largest >> 7 >= LEAST_EXPONENT && largest < 0x7f80;
     const aie::accum<accfloat, 32> inverse(aie::broadcast<float, 32>(divides ? 127.0f / most : 0.0f));
     const auto high = inverse.template to_vector<bfloat16>();
     const auto rest = without(inverse, high);

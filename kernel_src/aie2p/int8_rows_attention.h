@@ -4,17 +4,17 @@
 // Queries are taken four at a time, the rows of such a product: a unit. What is said of one is said of a block
 // [4 queries][8 keys] or [4 queries][8 dims] of the lanes of a vector.
 //
-// q bf16 blocks, as flash_attention.h has them, and after fix_queries in place of that int16 with a power of two in common.
-// With SAME_ROW blocks are units, [QR/4][HD/8][4][8]. kv i8 [HD/8 + 1 + HD/8][KR][8]: of each key 8 numbers of K at a time,
+// q bf16 blocks, as flash_attention.h has them, and in their place from begin() on int16, multiples of a power of two of each
+// query's own. With SAME_ROW blocks are units, [QR/4][HD/8][4][8]. kv i8 [HD/8 + 1 + HD/8][KR][8]: of each key 8 numbers of K at a time,
 // then its scales of K and V, f32, then 8 numbers of V at a time; so 8 keys are a block in the order of memory, and only
-// K's are transposed. acc f32 [QR/4][HD/8][4][8]. stats f32 [QR/4][3][4][8], the same in all lanes of a row but for sums:
-// ceiling (behind WHOLE), running sums of every eighth key, and what makes f32 of sums (floats_of); then the power of two
-// of the queries, i32, in a line of its own. work f32 [QR/4][KR/8][4][8], and behind it what is known of keys (Facts).
+// K's are transposed. acc f32 [QR/4][HD/8][4][8]. stats f32 [QR/4][4][4][8], the same in all lanes of a row but for sums:
+// ceiling (behind WHOLE), running sums of every eighth key, and what makes f32 of sums of weights and of scores (floats_of).
+// work f32 [QR/4][KR/8][4][8], and behind it what is known of keys (Facts).
 //
 // Scores are sums of whole numbers, exact, times K's scale. A key's weight is multiplied with V's scale before the product
 // with V. Scales would take most of the bits of a fixed point, so their exponents are added to scores, the mantissas are
 // multiplied with, and a tile's weights count from the largest of each query in this tile on: in 15 bits, which are sixteen
-// times finer than bf16's 8 of the largest. The running sum gets the weights without V's scale, as bf16, rounded alike.
+// times finer than bf16's 8 of the largest. So results depend on KR, but on no other query. The running sum gets the weights without V's scale, as bf16, rounded alike.
 
 namespace {
 
@@ -31,8 +31,8 @@ constexpr unsigned bits_of(unsigned count) { return count > 1 ? 1 + bits_of((cou
 // Sums of whole numbers lose so many bits, which are less than their last one counts, to have 22 and a sign at most: of
 // queries of 15 bits and K, and of weights of 15 bits and V, each times 7 bits.
 constexpr int SCORE_SHIFT = bits_of(HD), VALUE_SHIFT = bits_of(KR), WEIGHT_BITS = 14;
-// The bits of 1.5 * 2^23.
-constexpr int32 WHOLE_BITS = 0x4b400000;
+// The bits of 1.5 * 2^23, and of an infinite bf16; those of what is no number are more.
+constexpr int32 WHOLE_BITS = 0x4b400000, INFINITE_BITS = 0x7f80;
 
 // Exponents of V's scales from here to there are added to scores, others as if they were the next of these.
 constexpr int32 LEAST_SCALE = (127 - 64) << 23, MOST_SCALE = (127 + 63) << 23, EXPONENT_BITS = 0x7f800000;
@@ -52,15 +52,14 @@ constexpr unsigned result_of(unsigned unit, unsigned d) { return (unit / 2 * DIM
 
 struct Stats {
     float *ceiling, *sums;
-    int32 *at;
+    int32 *values, *scores;
 };
 
 inline Stats stats_of(float *stats, unsigned unit) {
-    float *own = stats + unit * 3 * HALF;
-    return {own, own + HALF, reinterpret_cast<int32 *>(own + 2 * HALF)};
+    float *own = stats + unit * 4 * HALF;
+    int32 *at = reinterpret_cast<int32 *>(own + 2 * HALF);
+    return {own, own + HALF, at, at + HALF};
 }
-
-inline int32 &power_of_queries(float *stats) { return *reinterpret_cast<int32 *>(stats + UNITS * 3 * HALF); }
 
 // What is known of two blocks of keys: exponents of V's scales, f32; scales of K and mantissas of V's, each in two bf16; 2
 // to less than those exponents, bf16.
@@ -111,7 +110,7 @@ void take_scales(const int8 *kv, float *work) {
         const auto none = aie::broadcast<int32, COUNT>(0x7fc00000).template cast_to<float>();
         const auto infinite = aie::lt(aie::broadcast<int32, COUNT>(EXPONENT_BITS - 1), aie::max(own, others));
         aie::store_v(facts.exponents(), aie::select(whole, none, infinite));
-        put_pair(facts, KEY_HIGH, keys);
+        put_pair(facts, KEY_HIGH, aie::select(keys, aie::zeros<float, COUNT>(), infinite));
         const auto moved = aie::sub(bits, aie::sub(bounded, aie::broadcast<int32, COUNT>(127 << 23)));
         put_pair(facts, VALUE_HIGH, moved.template cast_to<float>());
         const auto less = aie::sub(aie::broadcast<int32, COUNT>(254 << 23), bounded).template cast_to<float>();
@@ -125,8 +124,7 @@ inline Half floats_of(const Lanes &whole, const Lanes &at) {
 }
 
 // work = scores, of which exponents of V's scales are a part.
-void scores(const int16 *q, const int8 *kv, int32 power, float *work) {
-    const Lanes at = aie::broadcast<int32, HALF>(WHOLE_BITS + ((power + SCORE_SHIFT) << 23));
+void scores(const int16 *q, const int8 *kv, float *stats, float *work) {
     for (unsigned key = 0; key < KEY_BLOCKS; key += 2) {
         const Facts facts = Facts::at(work, key);
         for (unsigned unit = 0; unit < UNITS; unit += SHARE) {
@@ -145,6 +143,7 @@ void scores(const int16 *q, const int8 *kv, int32 power, float *work) {
                 const Pair<HALF> scale{for_all(facts, KEY_HIGH, k), for_all(facts, KEY_LOW, k)};
                 const aie::accum<accfloat, HALF> exponents(repeat<HALF>(aie::load_v<EDGE>(facts.exponents() + k * EDGE)));
                 unrolled<SHARE>([&](auto u) {
+                    const Lanes at = aie::load_v<HALF>(stats_of(stats, unit + u).scores);
                     const auto whole = sums.get(std::integral_constant<unsigned, 2 * u + k>())
                                            .to_accum().template to_vector<int32>(SCORE_SHIFT);
                     const Pair<HALF> sum = split(floats_of(whole, at));
@@ -156,10 +155,11 @@ void scores(const int16 *q, const int8 *kv, int32 power, float *work) {
     }
 }
 
-// Masks the scores of a unit, as flash_attention.h's `mask`; returns more than their maximum, per query, behind WHOLE.
+// Masks the scores of a unit, as flash_attention.h's `mask`; returns more than their maximum, per query, behind WHOLE: so
+// much more than that of masked keys, where there are no others, that their weights are 0.
 Lanes mask(float *work, int32 first_visible) {
     const Half masked = aie::broadcast<float, HALF>(MASKED), whole = aie::broadcast<float, HALF>(WHOLE);
-    Lanes top = aie::broadcast<float, HALF>(WHOLE + MASKED).template cast_to<int32>();
+    Lanes top = aie::broadcast<float, HALF>(WHOLE + MASKED + 256.0f).template cast_to<int32>();
     for (unsigned key = 0; key < KEY_BLOCKS; ++key, work += HALF) {
         Half y = aie::load_v<HALF>(work);
         const int32 bound = first_visible + static_cast<int32>(key * EDGE);
@@ -203,7 +203,7 @@ void advance(float *work, const Facts &first, float *acc, const Stats &stats, in
     const Lanes highest = mask(work, first_visible), ceiling = raised(highest, acc, stats);
     const Lanes change = aie::max(aie::sub(highest, ceiling), aie::broadcast<int32, HALF>(LEAST_CHANGE));
     const auto at = aie::broadcast<int32, HALF>(WHOLE_BITS + ((VALUE_SHIFT - WEIGHT_BITS) << 23));
-    aie::store_v(stats.at, aie::add(at, aie::upshift(change, 23)));
+    aie::store_v(stats.values, aie::add(at, aie::upshift(change, 23)));
     const Half above = aie::sub(aie::broadcast<float, HALF>(WHOLE + EXP2_AT), highest.template cast_to<float>());
     aie::accum<accfloat, BLOCK> sum = aie::zeros<accfloat, BLOCK>();
     Facts facts = first;
@@ -241,7 +241,7 @@ void accumulate(const float *work, const int8 *kv, float *acc, float *stats) {
                 });
             }
             unrolled<SHARE>([&](auto u) {
-                const Lanes at = aie::load_v<HALF>(stats_of(stats, unit + u).at);
+                const Lanes at = aie::load_v<HALF>(stats_of(stats, unit + u).values);
                 unrolled<2>([&](auto n) {
                     const auto whole = sums.get(std::integral_constant<unsigned, 2 * u + n>())
                                            .to_accum().template to_vector<int32>(VALUE_SHIFT);
@@ -262,41 +262,39 @@ inline aie::vector<int16, HALF> sizes_of(const bfloat16 *q, unsigned unit) {
     return most;
 }
 
-// Before the first key, with queries in place: those that are not finite have a sum that is none, and the others share a
-// power of two.
+// More than the exponent of what is multiplied with SCALED has then, less that of 2^15.
+constexpr int32 LESS_POWER = (__builtin_bit_cast(int32, SCALED) >> 23) - 2 * 127 + 2 - 15;
+
+// Before the first key, with queries in place. Those that are not finite have a sum that is none.
 void begin(bfloat16 *q, float *acc, float *stats) {
-    int32 largest = 0;
     for (unsigned unit = 0; unit < UNITS; ++unit, acc += DIM_BLOCKS * HALF) {
         const Stats own = stats_of(stats, unit);
-        for (unsigned d = 0; d < DIM_BLOCKS; ++d) aie::store_v(acc + d * HALF, aie::zeros<float, HALF>());
-        aie::store_v(own.ceiling, aie::broadcast<float, HALF>(WHOLE + MASKED));
-        aie::vector<int32, HALF> sums = aie::zeros<int32, HALF>();
         const aie::vector<int16, HALF> sizes = sizes_of(q, unit);
-        int32 most = aie::reduce_max(sizes);
-        if (most >= 0x7f80) {
-            most = 0;
-            unrolled<QUERIES>([&](auto r) {
-                aie::vector<int16, HALF> row = aie::zeros<int16, HALF>();
-                row.insert(r, sizes.template extract<EDGE>(r));
-                const int32 size = aie::reduce_max(row);
-                if (size >= 0x7f80) sums.insert(r, aie::broadcast<int32, EDGE>(0x7fc00000));
-                else if (size > most) most = size;
-            });
-        }
+        Lanes sums = aie::zeros<int32, HALF>(), at = sums;
+        aie::vector<uint16, HALF> inverses = aie::zeros<uint16, HALF>();
+        unrolled<QUERIES>([&](auto r) {
+            aie::vector<int16, HALF> row = aie::zeros<int16, HALF>();
+            row.insert(r, sizes.template extract<EDGE>(r));
+            const int32 size = aie::reduce_max(row), wanted = (size >> 7) + LESS_POWER;
+            const int32 power = wanted < LEAST_POWER ? LEAST_POWER : wanted > MOST_POWER ? MOST_POWER : wanted;
+            if (size >= INFINITE_BITS) sums.insert(r, aie::broadcast<int32, EDGE>(0x7fc00000));
+            at.insert(r, aie::broadcast<int32, EDGE>(WHOLE_BITS + ((power + SCORE_SHIFT) << 23)));
+            inverses.insert(r, aie::broadcast<uint16, EDGE>((127 - power) << 7));
+        });
+        aie::store_v(own.ceiling, aie::broadcast<float, HALF>(WHOLE + MASKED));
         aie::store_v(own.sums, sums.template cast_to<float>());
-        if (most > largest) largest = most;
-    }
-    const float scaled = __builtin_bit_cast(float, largest << 16) * SCALED;
-    const int32 wanted = (__builtin_bit_cast(int32, scaled) >> 23) - 127 - 14;
-    const int32 power = wanted < LEAST_POWER ? LEAST_POWER : wanted > MOST_POWER ? MOST_POWER : wanted;
-    power_of_queries(stats) = power;
-    for (unsigned unit = 0; unit < UNITS; ++unit)
+        aie::store_v(own.scores, at);
+        const Pair<HALF> scale = constants<HALF>(halves_of(SCALED));
+        const auto inverse = inverses.template cast_to<bfloat16>();
+        const Pair<HALF> by{aie::mul(scale.hi, inverse).template to_vector<bfloat16>(),
+                            aie::mul(scale.lo, inverse).template to_vector<bfloat16>()};
         for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
+            aie::store_v(acc + d * HALF, aie::zeros<float, HALF>());
             bfloat16 *block = q + place_of(unit, d);
-            const auto values = product(aie::load_v<HALF>(block), constants<HALF>(halves_of(SCALED)));
-            const auto whole = aie::to_fixed<int16>(values.template to_vector<float>(), -power);
-            aie::store_v(reinterpret_cast<int16 *>(block), whole);
+            const auto values = product(aie::load_v<HALF>(block), by).template to_vector<float>();
+            aie::store_v(reinterpret_cast<int16 *>(block), aie::to_fixed<int16>(values));
         }
+    }
 }
 
 void attend(int32 q_row, int32 k_row, const bfloat16 *q, const int8 *kv, float *acc, float *stats, float *work) {
@@ -304,7 +302,7 @@ void attend(int32 q_row, int32 k_row, const bfloat16 *q, const int8 *kv, float *
     if (SEES && q_row - k_row >= SEES + static_cast<int32>(KR) - 1) return;
     use_nearest_even();
     take_scales(kv, work);
-    scores(reinterpret_cast<const int16 *>(q), kv, power_of_queries(stats), work);
+    scores(reinterpret_cast<const int16 *>(q), kv, stats, work);
     for (unsigned unit = 0; unit < UNITS; ++unit)
         advance(work + unit * KEY_BLOCKS * HALF, Facts::at(work, 0), acc + unit * DIM_BLOCKS * HALF,
                 stats_of(stats, unit), k_row - q_row - APART * static_cast<int32>(unit * QUERIES));

@@ -242,9 +242,17 @@ class Tiling:
         blocks, macs = self.tile_q // limits.BLOCK, 2 * self.tile_q * self.tile_k * self.head_dim
         dims = self.head_dim // limits.BLOCK
         steps = self.heads * self.seq // self.tile_q * (self.window // self.tile_k)
+        share = self.macs / (macs * steps)
+        if kv_rows.in_numbers(self.stored):
+            units = self.tile_q // unit(self.stored)
+            return {
+                "fa_init": Cost(vectors=units * number_begin_vectors(self.head_dim)),
+                "fa_step": replace(number_step(self.tile_q, self.tile_k, self.head_dim), share=share),
+                "fa_out": Cost(vectors=units * number_finish_vectors(self.head_dim)),
+            }
         return {
             "fa_init": Cost(vectors=blocks * (12 * dims + 2)),
-            "fa_step": Cost(macs, vectors=softmax_vectors(self.tile_q, self.tile_k), share=self.macs / (macs * steps)),
+            "fa_step": Cost(macs, vectors=softmax_vectors(self.tile_q, self.tile_k), share=share),
             "fa_out": Cost(vectors=blocks * (22 * dims + 43)),
         }
 
@@ -266,6 +274,31 @@ def softmax_vectors(queries: int, keys: int) -> int:
     return queries // limits.BLOCK * (keys // limits.BLOCK * 34 + 17)
 
 
+def number_step(queries: int, keys: int, head_dim: int) -> Cost:
+    """Return the cost of a step over a cache of whole numbers (kernel_src/aie2p/int8_rows_attention.h).
+
+    Two units of queries, where there are as many, share each block of K and V that is loaded. Two blocks of keys, or of
+    dimensions, are processed at a time.
+    """
+    units, pairs, dims = queries // (limits.BLOCK // 2), keys // (2 * limits.BLOCK), head_dim // limits.BLOCK
+    shared = 2 if units % 2 == 0 else 1
+    groups = units // shared
+    products = groups * dims * pairs * ((4 + 3 * shared) + (2 + 3 * shared))
+    scores = pairs * (36 + groups * (32 + 30 * shared))
+    softmax = units * (57 + pairs * (2 * 4 + 71))
+    return Cost(vectors=scores + softmax + units * dims // 2 * 18, scheduled=products)
+
+
+def number_begin_vectors(head_dim: int) -> int:
+    """Return the vector operations before the first key of whole numbers, for each unit of queries."""
+    return 13 * (head_dim // limits.BLOCK) + 62
+
+
+def number_finish_vectors(head_dim: int) -> int:
+    """Return the vector operations behind the last key of whole numbers, for each unit of queries."""
+    return 11 * (head_dim // limits.BLOCK) + 69
+
+
 def unit(stored: str) -> int:
     """Return how many queries a core takes at a time for a cache in this format: the rows of a product."""
     return limits.BLOCK // 2 if kv_rows.in_numbers(stored) else limits.BLOCK
@@ -274,12 +307,10 @@ def unit(stored: str) -> int:
 def stats_shape(queries: int, stored: str) -> tuple[int, ...]:
     """Return the shape, in f32, of what a core keeps of so many queries besides their results.
 
-    For products of whole numbers (kernel_src/aie2p/int8_rows_attention.h) it is three lines of a unit's lanes for each
-    unit, and a line.
+    For products of whole numbers it is four lines of a unit's lanes for each unit
+    (kernel_src/aie2p/int8_rows_attention.h).
     """
-    if not kv_rows.in_numbers(stored):
-        return (2, queries)
-    return (3 * queries * limits.BLOCK + limits.aligned(1, F32),)
+    return (4 * queries, limits.BLOCK) if kv_rows.in_numbers(stored) else (2, queries)
 
 
 def scores_shape(queries: int, keys: int, stored: str) -> tuple[int, ...]:
@@ -316,10 +347,12 @@ class Keys(Protocol):
 
 
 @contextmanager
-def tiles(b: Builder, steps: int, p: Keys, kv_head: Number) -> Iterator[tuple[Number, MemRef]]:
+def tiles(
+    b: Builder, steps: int, p: Keys, kv_head: Number, first: Number | None = None
+) -> Iterator[tuple[Number, MemRef]]:
     """Repeat the body for each tile of keys of a KV head. Yield the tile's number, and its K and V in L1.
 
-    They are `[keys][kv_head]` elements; whole numbers come with a block of all keys after the other, so that eight keys
+    `first`: the head's first element in a row, where it is there already. K and V are `[keys][kv_head]` elements; whole numbers come with a block of all keys after the other, so that eight keys
     lie together: `[kv_head / BLOCK][keys][BLOCK]`.
     """
     blocks = p.kv_head // limits.BLOCK
@@ -327,7 +360,8 @@ def tiles(b: Builder, steps: int, p: Keys, kv_head: Number) -> Iterator[tuple[Nu
     shape = (blocks, p.tile_k, limits.BLOCK) if in_numbers else (p.tile_k, p.kv_head)
     with b.loop(steps) as j, b.alloc(air.L1, (shape, p.kv_dtype)) as (kv,):
         in_blocks = (0, p.tile_k, limits.BLOCK), (0, blocks, p.tile_k * limits.BLOCK), (0, limits.BLOCK, 1)
-        rows = (j * p.tile_k, p.tile_k, p.kv_row), (kv_head * p.kv_head, p.kv_head, 1)
+        keys = j * p.tile_k, p.tile_k, p.kv_row
+        rows = keys, (kv_head * p.kv_head if first is None else first, p.kv_head, 1)
         b.dma(kv.at(*in_blocks) if in_numbers else kv, b.args["kv"].at(*rows))
         yield j, kv
 
@@ -346,17 +380,14 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0, st
     limits.require(what, "positions of its window", seq, window)
     columns = limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
     group_rows = limits.divisors(heads // kv_heads, 1, limits.ROWS)[0]
+    keys = limits.divisors(window, 2 * limits.BLOCK, 64)
+    if kv_rows.in_numbers(stored):
+        keys = [k for k in _number_keys(head_dim, stored) if window % k == 0]
     fitting = (
         (q, k)
         for q in limits.divisors(seq, 2 * limits.BLOCK, 64)
-        for k in limits.divisors(window, 2 * limits.BLOCK, 64)
-        if limits.fits_l1(
-            BF16 * q * (head_dim + HEAD_POSITION),
-            F32 * q * head_dim,
-            limits.copies(window // k) * k * SIZES[kv_rows.element_type(stored)] * kv_rows.head_elements(head_dim, stored),
-            F32 * math.prod(stats_shape(q, stored)),
-            2 * F32 * math.prod(scores_shape(q, k, stored)),
-        )
+        for k in keys
+        if _fits(q, k, head_dim, stored, limits.copies(window // k))
     )
     sizes = limits.require_any(what, limits.IN_L1, fitting)
     sizes = limits.steady_first(what, sizes, lambda tiles: window // tiles[1])
@@ -367,6 +398,27 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0, st
     return Tiling(
         seq, window, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k, stored=stored
     )
+
+
+def _fits(queries: int, keys: int, head_dim: int, stored: str, copies: int) -> bool:
+    """Return whether a core has room for a tile of queries, and for so many copies of one of keys."""
+    return limits.fits_l1(
+        BF16 * queries * (head_dim + HEAD_POSITION),
+        F32 * queries * head_dim,
+        copies * keys * SIZES[kv_rows.element_type(stored)] * kv_rows.head_elements(head_dim, stored),
+        F32 * math.prod(stats_shape(queries, stored)),
+        2 * F32 * math.prod(scores_shape(queries, keys, stored)),
+    )
+
+
+def _number_keys(head_dim: int, stored: str) -> list[int]:
+    """Return the tile of keys of whole numbers, if there is one.
+
+    Results depend on it, so it is the same for all rows and windows, and decided on without them: the largest with which
+    the most queries fit. Windows have room for an even number of the largest, or for one.
+    """
+    queries = (4 * limits.BLOCK, 2 * limits.BLOCK)
+    return [keys for q in queries for keys in SLIDING_KEYS if _fits(q, keys, head_dim, stored, 2)][:1]
 
 
 def build(tiling: Tiling) -> AirModule:

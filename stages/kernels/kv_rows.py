@@ -41,7 +41,7 @@ def macros(stored: str) -> dict[str, int]:
 
 def quantising_vectors(head_dim: int) -> int:
     """Return the vector operations that a core takes for a row of K or V of a head (kernel_src/aie2p/int8_rows.h)."""
-    return head_dim // limits.VECTOR * 13 + 17
+    return head_dim // limits.VECTOR * 14 + 16
 
 
 def halves(x: np.ndarray, which: slice, stored: str) -> np.ndarray:

@@ -303,7 +303,8 @@ def _variants() -> Iterator[Kernel]:
     plain = [("rope_q", reference_queries, QUERIES, "bf16")]
     plain += [("rope_kv", reference, KEYS, stored) for stored in KV_FORMATS.values()]
     normed = [("rope", reference, ROWS, "bf16"), *plain]
-    for has_norm, (name, rotates, out, stored) in [*((False, e) for e in plain), *((True, e) for e in normed)]:
+    named = [*((False, *entry) for entry in plain), *((True, *entry) for entry in normed)]
+    for has_norm, name, rotates, out, stored in named:
         computes = _normed(rotates) if has_norm else rotates
         computes = _keys(computes, stored) if kv_rows.in_numbers(stored) else computes
 

@@ -245,22 +245,27 @@ class Tiling:
 
         It is that of `flash_attention` and `rope`, plus moving a group's rows into blocks and out of them.
         """
-        blocks, dims = self.queries // limits.BLOCK, self.head_dim // limits.BLOCK
+        blocks, dims = self.queries // self.unit, self.head_dim // limits.BLOCK
         moved = 2 * self.group * dims
-        into_blocks = blocks * (14 * dims + 2) + moved // 2
-        begin = {"ta_init": Cost(vectors=self._rotation(self.group + 1) + into_blocks)}
+        if kv_rows.in_numbers(self.stored):
+            into_blocks = blocks * (flash_attention.number_begin_vectors(self.head_dim) + dims) + moved
+            out_of_blocks = blocks * (flash_attention.number_finish_vectors(self.head_dim) + dims) + moved // 2
+            row = 2 * kv_rows.quantising_vectors(self.head_dim)
+            step = flash_attention.number_step(self.queries, self.tile_k, self.head_dim)
+        else:
+            into_blocks = blocks * (14 * dims + 2) + moved // 2
+            out_of_blocks, row = blocks * (24 * dims + 43) + moved // 2, 0
+            vectors = flash_attention.softmax_vectors(self.queries, self.tile_k)
+            step = Cost(2 * self.queries * self.tile_k * self.head_dim, vectors=vectors)
+        begin = {"ta_init": Cost(vectors=self._rotation(self.group + 1) + into_blocks + row)}
         if self.tokens != ONE:
             share = 1 / self.tokens.count
             queries = Cost(vectors=self._rotation(self.group) + into_blocks, share=share)
-            begin = {"ta_row": Cost(vectors=self._rotation(1)), "ta_queries": queries}
+            begin = {"ta_row": Cost(vectors=self._rotation(1) + row), "ta_queries": queries}
         return {
             **begin,
-            "ta_step": Cost(
-                2 * self.queries * self.tile_k * self.head_dim,
-                vectors=flash_attention.softmax_vectors(self.queries, self.tile_k),
-                share=self.seen / self.steps,
-            ),
-            "ta_out": Cost(vectors=blocks * (24 * dims + 43) + moved // 2),
+            "ta_step": replace(step, share=self.seen / self.steps),
+            "ta_out": Cost(vectors=out_of_blocks),
         }
 
     def _rotation(self, heads: int) -> int:
@@ -429,7 +434,7 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
     d, width = p.head_dim, p.group * p.head_dim
     blocks = (p.queries // p.unit, d // limits.BLOCK, p.unit, limits.BLOCK)
     sums = (((p.queries, d), "f32"), (_stats(p), "f32"), (_scores(p), "f32"))
-    fresh = limits.aligned(p.kv_head, SIZES[p.kv_dtype])
+    first, fresh = kv_head * p.kv_head, limits.aligned(p.kv_head, SIZES[p.kv_dtype])
     weights, eps = ([(d,)] * len(_NORMS), [p.norm.eps]) if p.norm else ([], [])
     with (
         b.alloc(air.L1, (p.width,), ((p.angles,), "f32"), ((fresh,), p.kv_dtype), blocks, *sums) as (
@@ -446,8 +451,8 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
         acc, stats, scores = work
         b.call(p.variant, "ta_init", x, *norms, table, kv_head, q, acc, stats, row, *eps)
         written = row if fresh == p.kv_head else row.at((0, p.kv_head, 1))
-        b.dma(b.args["row"].at((kv_head * p.kv_head, p.kv_head, 1)), written)
-        with flash_attention.tiles(b, p.steps, p, kv_head) as (j, kv):
+        b.dma(b.args["row"].at((first, p.kv_head, 1)), written)
+        with flash_attention.tiles(b, p.steps, p, kv_head, first) as (j, kv):
             b.call(p.variant, "ta_step", table, j * p.tile_k, row, q, kv, acc, stats, scores)
         with b.alloc(air.L1, (width,)) as (out,):
             b.call(p.variant, "ta_out", acc, stats, q, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -14,6 +14,7 @@ from stages.estimate.phases import commands, host_work
 from stages.estimate.price import Priced, price
 from stages.estimate.ranges import Range, ranges
 from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, Work, spend
+from stages.kernels import kv_rows
 from stages.model.config import Config
 from stages.model.grouping import (
     CONTEXT_BUCKET,
@@ -207,7 +208,7 @@ class Estimate:
         token appends is copied back.
         """
         token, sizes = self.ranges[TOKEN], self.config.dimensions()
-        appended = nbytes("bf16", (len(self.config.decoder.attentions), int(sizes["kv_pair_dim"])))
+        appended = len(self.config.decoder.attentions) * position_bytes(sizes, self.policy.cache)
         filled, copied = (
             spend(Amount(HOST_COPY, size), self.machine).milliseconds for size in (self.depth * appended, appended)
         )
@@ -228,7 +229,7 @@ class Estimate:
     def moments(self, sizes: Sizes = ONE_TOKEN, depth: int | None = None) -> Iterator[Moment]:
         """Yield, in order, what happens in a phase; tokens come after `depth` positions."""
         before = 0 if sizes.of_prompt else self.depth if depth is None else depth
-        crossing = host_traffic(self.config, self.name, sizes.count, self.grouping.attends)
+        crossing = host_traffic(self.config, self.name, sizes.count, self.grouping.attends, self.policy.cache)
         running: list[Moment] = []
         touched: set[str] = set()
         for stretch in self.stretches(sizes):
@@ -327,7 +328,15 @@ def _host_bytes(placed: Placed, dims: dict[str, float]) -> int:
     return sum(sizes[looked_up.get(name, name)] for name in sizes)
 
 
-def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048, attends: bool = False) -> dict[str, int]:
+def position_bytes(sizes: Mapping[str, float], stored: str) -> int:
+    """Return the bytes of a position in a layer's KV cache on the device."""
+    elements = int(sizes["kv_heads"]) * kv_rows.head_elements(int(sizes["head_dim"]), stored)
+    return nbytes(kv_rows.element_type(stored), [elements])
+
+
+def host_traffic(
+    config: Config, grouping: str = "fused", bucket: int = 2048, attends: bool = False, stored: str = "bf16"
+) -> dict[str, int]:
     """Return the bytes that cross between host and device for a prompt of `bucket` tokens and for a token.
 
     Buffers that one call writes and another reads stay on the device. The host embeds and takes the logits. Unless the
@@ -341,7 +350,7 @@ def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048, at
         return nbytes("bf16", shape)
 
     x, layers, logits = rows(sizes["emb"]), len(config.decoder.attentions), nbytes("f32", [sizes["vocab"]])
-    prompt = [bucket * x, rows(layers, bucket, sizes["kv_pair_dim"]), 2 * x, logits]
+    prompt = [bucket * x, layers * bucket * position_bytes(sizes, stored), 2 * x, logits]
     attention = [rows(layers, sizes["q_dim"] + sizes["kv_pair_dim"]), rows(layers, sizes["q_dim"])]
     token = [x, logits, *([] if attends else attention)]
     if grouping == "separate":
