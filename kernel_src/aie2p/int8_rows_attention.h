@@ -62,34 +62,51 @@ inline Stats stats_of(float *stats, unsigned unit) {
 }
 
 // What is known of two blocks of keys: exponents of V's scales, f32; scales of K and mantissas of V's, each in two bf16; 2
-// to less than those exponents, bf16.
+// to less than those exponents, bf16. Where there are several units, it lies there as they take it: for each query.
+constexpr bool FOR_EACH = UNITS > 1;
+constexpr unsigned KEY_LANES = FOR_EACH ? HALF : EDGE;
+enum : unsigned { KEY_HIGH, KEY_LOW, VALUE_HIGH, VALUE_LOW, LESS, PARTS };
+
 struct Facts {
-    bfloat16 *of;
+    static constexpr unsigned SIZE = (2 * KEY_LANES * (sizeof(float) + PARTS * sizeof(bfloat16)) + 63) / 64 * 64;
+    int8 *of;
 
     static Facts at(float *work, unsigned key) {
-        return {reinterpret_cast<bfloat16 *>(work + UNITS * KEY_BLOCKS * HALF + key / 2 * 2 * HALF)};
+        return {reinterpret_cast<int8 *>(work + UNITS * KEY_BLOCKS * HALF) + key / 2 * SIZE};
     }
     float *exponents() const { return reinterpret_cast<float *>(of); }
-    bfloat16 *part(unsigned which) const { return of + (2 + which) * 2 * EDGE; }
+    bfloat16 *part(unsigned which) const {
+        return reinterpret_cast<bfloat16 *>(of + 2 * KEY_LANES * sizeof(float)) + which * 2 * KEY_LANES;
+    }
 };
-enum : unsigned { KEY_HIGH, KEY_LOW, VALUE_HIGH, VALUE_LOW, LESS };
+
+// Of the keys of both blocks, to where it lies.
+template <typename T>
+void put(T *to, const aie::vector<T, 2 * EDGE> &values) {
+    if constexpr (FOR_EACH)
+        unrolled<2>([&](auto key) { aie::store_v(to + key * HALF, repeat<HALF>(values.template extract<EDGE>(key))); });
+    else aie::store_v(to, values);
+}
 
 // Of the keys of one block, the first or the second, for each query of a unit.
-inline aie::vector<bfloat16, HALF> for_all(const Facts &facts, unsigned which, unsigned key) {
-    return repeat<HALF>(aie::load_v<EDGE>(facts.part(which) + key * EDGE));
+template <typename T>
+aie::vector<T, HALF> of_one(const T *from, unsigned key) {
+    if constexpr (FOR_EACH) return aie::load_v<HALF>(from + key * HALF);
+    else return repeat<HALF>(aie::load_v<EDGE>(from + key * EDGE));
 }
 
 // The same of both blocks.
 inline aie::vector<bfloat16, BLOCK> of_both(const Facts &facts, unsigned which) {
+    if constexpr (FOR_EACH) return aie::load_v<BLOCK>(facts.part(which));
     aie::vector<bfloat16, BLOCK> out;
-    unrolled<2>([&](auto key) { out.insert(key, for_all(facts, which, key)); });
+    unrolled<2>([&](auto key) { out.insert(key, of_one(facts.part(which), key)); });
     return out;
 }
 
 void put_pair(const Facts &facts, unsigned which, const aie::vector<float, 2 * EDGE> &values) {
     const Pair<2 * EDGE> pair = split(values);
-    aie::store_v(facts.part(which), pair.hi);
-    aie::store_v(facts.part(which + 1), pair.lo);
+    put(facts.part(which), pair.hi);
+    put(facts.part(which + 1), pair.lo);
 }
 
 // A position that has a scale which is not finite makes what sees it none.
@@ -109,12 +126,12 @@ void take_scales(const int8 *kv, float *work) {
         const auto whole = aie::sub(wide, aie::broadcast<float, COUNT>(127.0f));
         const auto none = aie::broadcast<int32, COUNT>(0x7fc00000).template cast_to<float>();
         const auto infinite = aie::lt(aie::broadcast<int32, COUNT>(EXPONENT_BITS - 1), aie::max(own, others));
-        aie::store_v(facts.exponents(), aie::select(whole, none, infinite));
+        put(facts.exponents(), aie::select(whole, none, infinite));
         put_pair(facts, KEY_HIGH, aie::select(keys, aie::zeros<float, COUNT>(), infinite));
         const auto moved = aie::sub(bits, aie::sub(bounded, aie::broadcast<int32, COUNT>(127 << 23)));
         put_pair(facts, VALUE_HIGH, moved.template cast_to<float>());
         const auto less = aie::sub(aie::broadcast<int32, COUNT>(254 << 23), bounded).template cast_to<float>();
-        aie::store_v(facts.part(LESS), aie::accum<accfloat, COUNT>(less).template to_vector<bfloat16>());
+        put(facts.part(LESS), aie::accum<accfloat, COUNT>(less).template to_vector<bfloat16>());
     }
 }
 
@@ -140,8 +157,8 @@ void scores(const int16 *q, const int8 *kv, float *stats, float *work) {
                 });
             }
             unrolled<2>([&](auto k) {
-                const Pair<HALF> scale{for_all(facts, KEY_HIGH, k), for_all(facts, KEY_LOW, k)};
-                const aie::accum<accfloat, HALF> exponents(repeat<HALF>(aie::load_v<EDGE>(facts.exponents() + k * EDGE)));
+                const Pair<HALF> scale{of_one(facts.part(KEY_HIGH), k), of_one(facts.part(KEY_LOW), k)};
+                const aie::accum<accfloat, HALF> exponents(of_one(facts.exponents(), k));
                 unrolled<SHARE>([&](auto u) {
                     const Lanes at = aie::load_v<HALF>(stats_of(stats, unit + u).scores);
                     const auto whole = sums.get(std::integral_constant<unsigned, 2 * u + k>())
@@ -199,15 +216,14 @@ Lanes raised(const Lanes &highest, float *acc, const Stats &stats) {
 }
 
 // Softmax step of a unit: its scores become weights times V's scales, int16, at the same places.
-void advance(float *work, const Facts &first, float *acc, const Stats &stats, int32 first_visible) {
+void advance(float *work, Facts facts, float *acc, const Stats &stats, int32 first_visible) {
     const Lanes highest = mask(work, first_visible), ceiling = raised(highest, acc, stats);
     const Lanes change = aie::max(aie::sub(highest, ceiling), aie::broadcast<int32, HALF>(LEAST_CHANGE));
     const auto at = aie::broadcast<int32, HALF>(WHOLE_BITS + ((VALUE_SHIFT - WEIGHT_BITS) << 23));
     aie::store_v(stats.values, aie::add(at, aie::upshift(change, 23)));
     const Half above = aie::sub(aie::broadcast<float, HALF>(WHOLE + EXP2_AT), highest.template cast_to<float>());
     aie::accum<accfloat, BLOCK> sum = aie::zeros<accfloat, BLOCK>();
-    Facts facts = first;
-    for (unsigned key = 0; key < KEY_BLOCKS; key += 2, work += BLOCK, facts.of += 2 * BLOCK) {
+    for (unsigned key = 0; key < KEY_BLOCKS; key += 2, work += BLOCK, facts.of += Facts::SIZE) {
         const auto weights =
             exp2(aie::add(aie::load_v<HALF>(work), above), aie::add(aie::load_v<HALF>(work + HALF), above));
         sum = aie::mac(sum, weights, of_both(facts, LESS));

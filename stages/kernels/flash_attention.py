@@ -282,10 +282,11 @@ def number_step(queries: int, keys: int, head_dim: int) -> Cost:
     """
     units, pairs, dims = queries // (limits.BLOCK // 2), keys // (2 * limits.BLOCK), head_dim // limits.BLOCK
     shared = 2 if units % 2 == 0 else 1
+    scales, of_scores, of_weights = (92, 10, 6) if units > 1 else (36, 32, 36)
     groups = units // shared
     products = groups * dims * pairs * ((4 + 3 * shared) + (2 + 3 * shared))
-    scores = pairs * (36 + groups * (32 + 30 * shared))
-    softmax = units * (57 + pairs * (2 * 4 + 71))
+    scores = pairs * (scales + groups * (of_scores + 30 * shared))
+    softmax = units * (57 + pairs * (2 * 4 + 35 + of_weights))
     return Cost(vectors=scores + softmax + units * dims // 2 * 18, scheduled=products)
 
 
@@ -315,11 +316,11 @@ def stats_shape(queries: int, stored: str) -> tuple[int, ...]:
 
 def scores_shape(queries: int, keys: int, stored: str) -> tuple[int, ...]:
     """Return the shape, in f32, of the scores of a tile of keys, and of what a core knows of each key."""
-    return (queries + _FACTS, keys) if kv_rows.in_numbers(stored) else (queries, keys)
-
-
-_FACTS = 4
-"""Elements of f32 in which a core has scales of a key."""
+    if not kv_rows.in_numbers(stored):
+        return (queries, keys)
+    # In f32: scales and exponents of a key, or for each query of a unit.
+    facts = 4 if queries == unit(stored) else 14
+    return (queries + facts, keys)
 
 
 class Keys(Protocol):

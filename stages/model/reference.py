@@ -1,7 +1,7 @@
 """Computes parts and plans in numpy, by the kernels' references, wired as the parts describe.
 
-Tensors are in plain layout. A KV cache is `[positions, kv_heads, 2, half_elements]` (`stages.kernels.kv_rows`), NaN where
-nothing was written.
+Tensors are in plain layout. A KV cache is `[positions, kv_heads, 2, half_elements]` (`stages.kernels.kv_rows`), NaN
+where nothing was written.
 """
 
 from __future__ import annotations

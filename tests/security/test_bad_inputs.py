@@ -266,8 +266,6 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "no_remote": (("pull",), "no remote: name one, as in remote=file:///mnt/shared"),
     "unknown_cache": (("compile", "cache=nope://x"), "remote nope://x: Protocol not known: nope: give a directory"),
     "unknown_kv": (("compile", "kv=int4"), "kv=int4: choose one of bf16, int8"),
-    "kv_on_the_npu": (("compile", "target=npu2", "kv=int8"), "kv=int8: target npu2 has no kernels for it"),
-    "kv_on_its_simulator": (("compile", "target=npu2-sim", "kv=int8"), "target npu2-sim has no kernels for it: choose"),
     "unknown_matmul": (("compile", "target=npu2", "npu.matmul=fp8"), "npu.matmul=fp8: choose one of bf16, bfp16"),
     "unknown_grouping": (
         ("compile", "target=npu2-sim", "npu.grouping=spec"),

@@ -28,6 +28,7 @@ from stages.kernels import (
     token_attention,
 )
 from stages.kernels.grouped import UNPACKING, byte_product, in_bytes, integer_product
+from stages.model.part import KV
 from stages.proof.diagnosis.ops import Op
 from stages.weights.constants import BLOCK, GROUP, HEAD_POSITION, KV_BLOCK_POSITIONS, SHORT_GROUP
 from stages.weights.formats import bfp16, formats, int6, int8, w8a8
@@ -172,7 +173,22 @@ def in_fixed_point(x: np.ndarray) -> np.ndarray:
 
 def error_bounds(case: Case) -> tuple[ErrorBound, ...]:
     """Return the bound of each result of a launch."""
-    return _ERROR_BOUNDS.get(case.op.operation, _bound_unknown)(case)
+    bounds = _ERROR_BOUNDS.get(case.op.operation, _bound_unknown)(case)
+    if not case.op.in_numbers:
+        return bounds
+    written = zip(case.op.written, bounds, case.results, strict=True)
+    return tuple(
+        _in_numbers(bound, values) if case.op.slots[arg.name].keeps == KV else bound for arg, bound, values in written
+    )
+
+
+def _in_numbers(bound: ErrorBound, values: np.ndarray) -> ErrorBound:
+    """Bound rows `[.., head_dim]` that are rounded to numbers once they have an error: to the next one, and its scale."""
+    limit = bound.limit.reshape(values.shape)
+    steps = (np.abs(values).max(axis=-1, keepdims=True) + limit.max(axis=-1, keepdims=True)) / w8a8.MOST
+    off = np.where(limit.max(axis=-1, keepdims=True) > 0, steps + 2 * limit.max(axis=-1, keepdims=True), 0)
+    off = np.broadcast_to(off, values.shape)
+    return ErrorBound(off, np.sign(off))
 
 
 def _no_error(shape: tuple[int, ...]) -> ErrorBound:
@@ -545,7 +561,8 @@ def _bound_token_attention(case: Case) -> tuple[ErrorBound, ...]:
         np.concatenate([inputs[which][:position], row[:, half].reshape(1, -1)]) for half, which in enumerate("kv")
     ]
     scalar = inputs.get("scalar", head_dim)
-    off = _score_error(of_q, newest[0], head_dim, scalar) + _score_error(of_k, rotated, head_dim, scalar)
+    of_key = _in_numbers(of_k, own) if case.op.in_numbers else of_k
+    off = _score_error(of_q, newest[0], head_dim, scalar) + _score_error(of_key, rotated, head_dim, scalar)
     attention = replace(case, inputs={**inputs, "q": rotated, "k": newest[0], "v": newest[1]}, results=(out,))
 
     def with_v(part: np.ndarray) -> np.ndarray:
@@ -580,7 +597,8 @@ def _bound_attention(case: Case, of_inputs: float = 0.0) -> tuple[ErrorBound, ..
     of_scores = (arithmetic.score + 2 * (head_dim + 8) * U32) * sizes.max() + of_scaling + of_inputs
     error = (arithmetic.weight + of_scores + length * U32) * _weighted(weights, np.abs(v))
     if case.op.format != "bf16":
-        error += _fixed_point_attention(q, k, v, weights)
+        # On the array weights count from less than four times the largest of a tile on.
+        error += _fixed_point_attention(q, k, v, weights) * (4 if case.op.in_numbers else 1)
     error = error.reshape(case.results[0].shape)
     unit = ulp(np.abs(case.results[0].astype(np.float32)) + error)
     return (ErrorBound(error + unit, np.minimum(1, error / unit)),)
@@ -637,7 +655,7 @@ def _bound_unknown(case: Case) -> tuple[ErrorBound, ...]:
 
 
 _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
-    **dict.fromkeys(("add", "scale", "append_kv", "append_kv_panels"), _bound_exact),
+    **dict.fromkeys(("add", "scale", "append_kv", "append_kv_panels", "append_v"), _bound_exact),
     **dict.fromkeys(("embed", "embed_rows", *UNPACKING), _bound_rows),
     **dict.fromkeys((f"{kernel}_bfp16" for kernel in UNPACKING), _bound_float_rows),
     **dict.fromkeys(("gemm", "gemv", "gemm_kv", "norm_gemv"), _bound_product),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from stages.kernels import Arg, kv_rows
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.buffers import tensors_of
-from stages.model.reference import results
+from stages.model.part import KV
+from stages.model.reference import HALVES, results
 from stages.proof.diagnosis.bounds import SURE, Case, ErrorBound, Weight, error_bounds, in_fixed_point, ulp
 from stages.proof.diagnosis.ops import Op
 from stages.proof.diagnosis.record import Recorder, Sample
@@ -161,11 +164,25 @@ def _reference(op: Op, inputs: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         # It begins with the first row that the call sees.
         return results(op.judged_by, {**inputs, "pos": 0})
     if op.operation not in _APPENDS:
-        return results(op.judged_by, inputs)
+        made = results(op.judged_by, inputs)
+        if not op.in_numbers:
+            return made
+        return tuple(map(partial(_as_values, op, inputs["head_dim"]), op.written, made))
     form = formats()[op.format]
     heads = [inputs[which].reshape(-1, inputs["kv_heads"], inputs["head_dim"]) for which in "kv"]
     kept = [form.dequantise(form.quantise(rows), inputs["head_dim"]) for rows in heads]
     return (np.stack(kept, axis=2),) if op.operation == "append_kv" else tuple(kept)
+
+
+def _as_values(op: Op, head_dim: int, arg: Arg, result: np.ndarray) -> np.ndarray:
+    """Return a result; of a KV cache in numbers their values, `[rows * kv_heads, halves, head_dim]`."""
+    if op.slots[arg.name].keeps != KV:
+        return result
+    stored, written = op.slots[arg.name].format, HALVES[op.operation]
+    head = kv_rows.half_elements(head_dim, stored)
+    rows = np.zeros((result.size // head // (written.stop - written.start), 2, head), result.dtype)
+    rows[:, written] = result.reshape(len(rows), -1, head)
+    return np.stack(kv_rows.values(rows, stored), axis=-2)[:, written]
 
 
 def _compare(

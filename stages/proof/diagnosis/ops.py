@@ -9,12 +9,12 @@ from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import LOGITS, PREFILL, PREFILL_CHUNK, TOKENS, Phase, PlannedCall
 from stages.engine.places import CONFIG
 from stages.graph import Build
-from stages.kernels import HOST_SET, Arg, Kernel, kernels
+from stages.kernels import HOST_SET, Arg, Kernel, kernels, kv_rows
 from stages.kernels.grouped import GROUPED
 from stages.model.families import read_config
 from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover
 from stages.model.importers import PLAIN
-from stages.model.part import Launch, Slot
+from stages.model.part import KV, Launch, Slot
 from stages.targets import Target
 from stages.weights.formats import w8a8
 
@@ -68,7 +68,13 @@ class Op:
     @property
     def judged_by(self) -> Kernel:
         """The kernel whose reference it is compared with."""
-        return kernels()[self.base] if self.of_values else self.kernel
+        return kernels()[self.base] if self.of_values and not self.in_numbers else self.kernel
+
+    @property
+    def in_numbers(self) -> bool:
+        """Whether the array reads or writes a KV cache in whole numbers, which it multiplies as such."""
+        of_cache = any(slot.keeps == KV and kv_rows.in_numbers(slot.format) for slot in self.slots.values())
+        return of_cache and self.kernel_set != HOST_SET
 
     @property
     def of_values(self) -> bool:

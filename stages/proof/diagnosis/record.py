@@ -14,7 +14,7 @@ from llama_npu2.artifact.plan import FROM_POSITION, Phase
 from llama_npu2.engine.chunks import Chunk
 from llama_npu2.engine.row_logits import logits_phase
 from llama_npu2.engine.trace import TracedCall
-from stages.kernels import HOST_SET, Arg
+from stages.kernels import HOST_SET, Arg, kv_rows
 from stages.kernels.append_kv import rows_of_panels
 from stages.kernels.unpacking import written_part
 from stages.model.part import HISTORY
@@ -99,17 +99,19 @@ class Recorder:
             return {arg.name: rows[: call.rows + sizes["taps"] - 1].copy()}
         if arg.name.endswith("_panels"):
             return self._of_panels(op, arg, call, until)
-        rows = content.reshape(-1, sizes["kv_heads"], 2, sizes["head_dim"])
+        stored = op.slots[arg.name].format
+        rows = content.reshape(-1, sizes["kv_heads"], 2, kv_rows.half_elements(sizes["head_dim"], stored))
         if not arg.written:
             # Of positions before a view nothing is seen.
             before = call.first_row(op.names[arg.name])
             read = np.zeros((until, *rows.shape[1:]), rows.dtype)
             read[before:] = rows[: until - before]
-            return {which: read[:, :, half].reshape(until, -1).copy() for half, which in enumerate("kv")}
+            values = cached_values(read, stored)
+            return {which: values[:, :, half].reshape(until, -1) for half, which in enumerate("kv")}
         # New rows may have an argument of their own.
         first = 0 if op.slots[arg.name].view == FROM_POSITION else call.position
-        new = rows[first : first + call.rows]
-        return {arg.name: new[:, :, HALVES.get(op.base, slice(0, 2))].copy()}
+        new = cached_values(rows[first : first + call.rows], stored)
+        return {arg.name: new[:, :, HALVES.get(op.operation, kv_rows.BOTH)].copy()}
 
     def _of_panels(self, op: Op, arg: Arg, call: TracedCall, until: int) -> Values:
         """Unpack both caches at once, when the first is asked for."""
@@ -165,6 +167,11 @@ def record(llm: Llama, recorder: Recorder, ids: Sequence[int], tokens: int, chun
         if logits_phase(llm.manifest) and len(text) > 2:
             llm.score(text)
     return text
+
+
+def cached_values(rows: np.ndarray, stored: str) -> np.ndarray:
+    """Return a copy of rows of a cache `[.., 2, half_elements]` as values `[.., 2, head_dim]`: bf16, or f32 of numbers."""
+    return np.stack(kv_rows.values(rows, stored), axis=-2) if kv_rows.in_numbers(stored) else rows.copy()
 
 
 def _caches(llm: Llama) -> Iterator[str]:

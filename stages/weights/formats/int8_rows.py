@@ -1,6 +1,7 @@
 """int8_rows: 8 bits per value, `x = s q`. A row has one scale s, f32.
 
-With `kv=int8`, the KV cache holds the row of each head and position in this format, quantised when it is appended.
+With `kv=int8`, the KV cache holds the row of each head and position in this format, quantised when it is appended. In
+the NPU's rows, K's scale comes behind its numbers (`stages.kernels.kv_rows`).
 """
 
 from __future__ import annotations
