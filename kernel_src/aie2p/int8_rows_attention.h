@@ -9,7 +9,7 @@
 // then its scales of K and V, f32, then 8 numbers of V at a time; so 8 keys are a block in the order of memory, and only
 // K's are transposed. acc f32 [QR/4][HD/8][4][8]. stats f32 [QR/4][4][4][8], the same in all lanes of a row but for sums:
 // ceiling (behind WHOLE), running sums of every eighth key, and what makes f32 of sums of weights and of scores (floats_of).
-// work f32 [QR/4][KR/8][4][8], and behind it what is known of keys (Facts).
+// work f32 [QR/4][KR/8][4][8], and behind it what is known of keys (facts_at).
 //
 // Scores are sums of whole numbers, exact, times K's scale. A key's weight is multiplied with V's scale before the product
 // with V. Scales would take most of the bits of a fixed point, so their exponents are added to scores, the mantissas are
@@ -67,18 +67,17 @@ constexpr bool FOR_EACH = UNITS > 1;
 constexpr unsigned KEY_LANES = FOR_EACH ? HALF : EDGE;
 enum : unsigned { KEY_HIGH, KEY_LOW, VALUE_HIGH, VALUE_LOW, LESS, PARTS };
 
-struct Facts {
-    static constexpr unsigned SIZE = (2 * KEY_LANES * (sizeof(float) + PARTS * sizeof(bfloat16)) + 63) / 64 * 64;
-    int8 *of;
+constexpr unsigned FACTS_BYTES = (2 * KEY_LANES * (sizeof(float) + PARTS * sizeof(bfloat16)) + 63) / 64 * 64;
 
-    static Facts at(float *work, unsigned key) {
-        return {reinterpret_cast<int8 *>(work + UNITS * KEY_BLOCKS * HALF) + key / 2 * SIZE};
-    }
-    float *exponents() const { return reinterpret_cast<float *>(of); }
-    bfloat16 *part(unsigned which) const {
-        return reinterpret_cast<bfloat16 *>(of + 2 * KEY_LANES * sizeof(float)) + which * 2 * KEY_LANES;
-    }
-};
+inline int8 *facts_at(float *work, unsigned key) {
+    return reinterpret_cast<int8 *>(work + UNITS * KEY_BLOCKS * HALF) + key / 2 * FACTS_BYTES;
+}
+
+inline float *exponents_of(int8 *facts) { return reinterpret_cast<float *>(facts); }
+
+inline bfloat16 *part_of(int8 *facts, unsigned which) {
+    return reinterpret_cast<bfloat16 *>(facts + 2 * KEY_LANES * sizeof(float)) + which * 2 * KEY_LANES;
+}
 
 // Of the keys of both blocks, to where it lies.
 template <typename T>
@@ -96,17 +95,17 @@ aie::vector<T, HALF> of_one(const T *from, unsigned key) {
 }
 
 // The same of both blocks.
-inline aie::vector<bfloat16, BLOCK> of_both(const Facts &facts, unsigned which) {
-    if constexpr (FOR_EACH) return aie::load_v<BLOCK>(facts.part(which));
+inline aie::vector<bfloat16, BLOCK> of_both(int8 *facts, unsigned which) {
+    if constexpr (FOR_EACH) return aie::load_v<BLOCK>(part_of(facts, which));
     aie::vector<bfloat16, BLOCK> out;
-    unrolled<2>([&](auto key) { out.insert(key, of_one(facts.part(which), key)); });
+    unrolled<2>([&](auto key) { out.insert(key, of_one(part_of(facts, which), key)); });
     return out;
 }
 
-void put_pair(const Facts &facts, unsigned which, const aie::vector<float, 2 * EDGE> &values) {
+void put_pair(int8 *facts, unsigned which, const aie::vector<float, 2 * EDGE> &values) {
     const Pair<2 * EDGE> pair = split(values);
-    put(facts.part(which), pair.hi);
-    put(facts.part(which + 1), pair.lo);
+    put(part_of(facts, which), pair.hi);
+    put(part_of(facts, which + 1), pair.lo);
 }
 
 // A position that has a scale which is not finite makes what sees it none.
@@ -115,7 +114,7 @@ void take_scales(const int8 *kv, float *work) {
     const auto exponent = aie::broadcast<int32, COUNT>(EXPONENT_BITS);
     const float *scales = reinterpret_cast<const float *>(kv + NUMBERS_AT);
     for (unsigned key = 0; key < KEY_BLOCKS; key += 2, scales += 2 * COUNT) {
-        const Facts facts = Facts::at(work, key);
+        int8 *facts = facts_at(work, key);
         const auto [keys, values] =
             aie::interleave_unzip(aie::load_v<COUNT>(scales), aie::load_v<COUNT>(scales + COUNT), 1);
         const auto bits = values.template cast_to<int32>();
@@ -126,12 +125,12 @@ void take_scales(const int8 *kv, float *work) {
         const auto whole = aie::sub(wide, aie::broadcast<float, COUNT>(127.0f));
         const auto none = aie::broadcast<int32, COUNT>(0x7fc00000).template cast_to<float>();
         const auto infinite = aie::lt(aie::broadcast<int32, COUNT>(EXPONENT_BITS - 1), aie::max(own, others));
-        put(facts.exponents(), aie::select(whole, none, infinite));
+        put(exponents_of(facts), aie::select(whole, none, infinite));
         put_pair(facts, KEY_HIGH, aie::select(keys, aie::zeros<float, COUNT>(), infinite));
         const auto moved = aie::sub(bits, aie::sub(bounded, aie::broadcast<int32, COUNT>(127 << 23)));
         put_pair(facts, VALUE_HIGH, moved.template cast_to<float>());
         const auto less = aie::sub(aie::broadcast<int32, COUNT>(254 << 23), bounded).template cast_to<float>();
-        put(facts.part(LESS), aie::accum<accfloat, COUNT>(less).template to_vector<bfloat16>());
+        put(part_of(facts, LESS), aie::accum<accfloat, COUNT>(less).template to_vector<bfloat16>());
     }
 }
 
@@ -143,7 +142,7 @@ inline Half floats_of(const Lanes &whole, const Lanes &at) {
 // work = scores, of which exponents of V's scales are a part.
 void scores(const int16 *q, const int8 *kv, float *stats, float *work) {
     for (unsigned key = 0; key < KEY_BLOCKS; key += 2) {
-        const Facts facts = Facts::at(work, key);
+        int8 *facts = facts_at(work, key);
         for (unsigned unit = 0; unit < UNITS; unit += SHARE) {
             Registers<Whole, 2 * SHARE> sums;
             for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
@@ -157,8 +156,8 @@ void scores(const int16 *q, const int8 *kv, float *stats, float *work) {
                 });
             }
             unrolled<2>([&](auto k) {
-                const Pair<HALF> scale{of_one(facts.part(KEY_HIGH), k), of_one(facts.part(KEY_LOW), k)};
-                const aie::accum<accfloat, HALF> exponents(of_one(facts.exponents(), k));
+                const Pair<HALF> scale{of_one(part_of(facts, KEY_HIGH), k), of_one(part_of(facts, KEY_LOW), k)};
+                const aie::accum<accfloat, HALF> exponents(of_one(exponents_of(facts), k));
                 unrolled<SHARE>([&](auto u) {
                     const Lanes at = aie::load_v<HALF>(stats_of(stats, unit + u).scores);
                     const auto whole = sums.get(std::integral_constant<unsigned, 2 * u + k>())
@@ -216,14 +215,14 @@ Lanes raised(const Lanes &highest, float *acc, const Stats &stats) {
 }
 
 // Softmax step of a unit: its scores become weights times V's scales, int16, at the same places.
-void advance(float *work, Facts facts, float *acc, const Stats &stats, int32 first_visible) {
+void advance(float *work, int8 *facts, float *acc, const Stats &stats, int32 first_visible) {
     const Lanes highest = mask(work, first_visible), ceiling = raised(highest, acc, stats);
     const Lanes change = aie::max(aie::sub(highest, ceiling), aie::broadcast<int32, HALF>(LEAST_CHANGE));
     const auto at = aie::broadcast<int32, HALF>(WHOLE_BITS + ((VALUE_SHIFT - WEIGHT_BITS) << 23));
     aie::store_v(stats.values, aie::add(at, aie::upshift(change, 23)));
     const Half above = aie::sub(aie::broadcast<float, HALF>(WHOLE + EXP2_AT), highest.template cast_to<float>());
     aie::accum<accfloat, BLOCK> sum = aie::zeros<accfloat, BLOCK>();
-    for (unsigned key = 0; key < KEY_BLOCKS; key += 2, work += BLOCK, facts.of += Facts::SIZE) {
+    for (unsigned key = 0; key < KEY_BLOCKS; key += 2, work += BLOCK, facts += FACTS_BYTES) {
         const auto weights =
             exp2(aie::add(aie::load_v<HALF>(work), above), aie::add(aie::load_v<HALF>(work + HALF), above));
         sum = aie::mac(sum, weights, of_both(facts, LESS));
@@ -320,7 +319,7 @@ void attend(int32 q_row, int32 k_row, const bfloat16 *q, const int8 *kv, float *
     take_scales(kv, work);
     scores(reinterpret_cast<const int16 *>(q), kv, stats, work);
     for (unsigned unit = 0; unit < UNITS; ++unit)
-        advance(work + unit * KEY_BLOCKS * HALF, Facts::at(work, 0), acc + unit * DIM_BLOCKS * HALF,
+        advance(work + unit * KEY_BLOCKS * HALF, facts_at(work, 0), acc + unit * DIM_BLOCKS * HALF,
                 stats_of(stats, unit), k_row - q_row - APART * static_cast<int32>(unit * QUERIES));
     accumulate(work, kv, acc, stats);
 }

@@ -183,7 +183,8 @@ def test_every_kernel_of_the_array_is_tried() -> None:
         program
         for grouping in GROUPINGS.values()
         for weights in ("bf16", "int4", "int6", "int8")
-        for program in programs(A_LLAMA, grouping, [64], parse_policy(weights, matmul="bfp16"))
+        for kv in ("bf16", "int8")
+        for program in programs(A_LLAMA, grouping, [64], parse_policy(weights, kv, "bfp16"))
         if not program.host
     ]
     used = sources(device)

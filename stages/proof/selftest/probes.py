@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import Arg, Kernel, flash_attention, kernels, rms_norm
+from stages.kernels import KV_FORMATS, Arg, Kernel, flash_attention, format_kernel, kernels, kv_rows, rms_norm
 from stages.model.config import position_rows
 from stages.model.grouping import Program
 from stages.model.part import Launch, Part, PartKey, Slot
-from stages.model.reference import Values, evaluate
+from stages.model.reference import HALVES, Values, empty_cache, evaluate
 from stages.proof.selftest import bounds, resident
 from stages.proof.selftest.resident import Resident
 from stages.proof.selftest.streams import Streams
@@ -96,6 +96,16 @@ def _queries(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
     return heads.reshape(shape)
 
 
+def _cache(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a KV cache in rows, whose numbers have scales."""
+    head = kv_rows.head_elements(resident.HEAD_DIM, arg.format)
+    if not kv_rows.in_numbers(arg.format):
+        return _normal(name, arg, shape)
+    heads = shape[0], shape[1] // head, resident.HEAD_DIM
+    k, v = (_seeded(f"{name}{half}", shape).normal(size=heads).astype(bfloat16) for half in "kv")
+    return kv_rows.rows(k, v, arg.format).reshape(shape)
+
+
 def _kernel_probe(
     name: str, about: str, kernel: str, shapes: Shapes, bound: Bound, sizes: Mapping[str, Any], repeats: int = 1
 ) -> Probe:
@@ -110,17 +120,24 @@ def _kernel_probe(
     program = _program(name, taken, shapes, sizes, repeats)
 
     def values() -> Values:
-        make = {"table": _table, "q": _queries}
+        make = {"table": _table, "q": _queries, "kv": _cache}
         return {arg.name: make.get(arg.name, _drawn)(name, arg, shapes[arg.name]) for arg in read}
 
     def expected(inputs: Values) -> Values:
         slots = dict(inputs)
         if "kv" in slots:
-            slots["kv"] = _by_head(slots["kv"], sizes)
-        if kernel in ("rope_kv", "gemm_kv"):
-            slots["out"] = _by_head(np.full(shapes["out"], np.nan, bfloat16), sizes)
+            slots["kv"] = _by_head(slots["kv"], sizes, taken.stored)
+        if taken.operation not in HALVES:
+            evaluate(program, dict(sizes), slots)
+            return {"out": slots["out"].reshape(shapes["out"])}
+        heads = shapes["out"][1] // kv_rows.head_elements(sizes["head_dim"], taken.stored)
+        slots["out"] = empty_cache(shapes["out"][0], heads, sizes["head_dim"], taken.stored)
         evaluate(program, dict(sizes), slots)
-        return {"out": slots["out"].reshape(shapes["out"])}
+        # Bytes have no NaN, which says what is not written.
+        half, made = HALVES[taken.operation], slots["out"]
+        out = np.full(made.shape, np.nan, np.float32 if kv_rows.in_numbers(taken.stored) else bfloat16)
+        out[:, :, half] = made[:, :, half]
+        return {"out": out.reshape(shapes["out"])}
 
     def off(inputs: Values, want: Values) -> Values:
         grouped = {arg.name: formats()[arg.format] for arg in read if formats()[arg.format].cut}
@@ -130,14 +147,27 @@ def _kernel_probe(
     return Probe(name, about, program, values, expected, off)
 
 
-def _by_head(cache: np.ndarray, sizes: Mapping[str, Any]) -> np.ndarray:
-    """Reshape `[positions, kv_heads * 2 * head_dim]` to `[positions, kv_heads, 2, head_dim]`."""
-    return cache.reshape(len(cache), -1, 2, sizes["head_dim"])
+def _by_head(cache: np.ndarray, sizes: Mapping[str, Any], stored: str = "bf16") -> np.ndarray:
+    """Reshape `[positions, row]` to `[positions, kv_heads, 2, half_elements]`."""
+    return cache.reshape(len(cache), -1, 2, kv_rows.half_elements(sizes["head_dim"], stored))
 
 
-def _keys_and_values(cache: np.ndarray, sizes: Mapping[str, Any]) -> list[np.ndarray]:
-    """Return K and V `[positions, kv_heads * head_dim]` of an interleaved cache."""
-    return [half.reshape(len(cache), -1) for half in np.moveaxis(_by_head(cache, sizes), 2, 0)]
+def _keys_and_values(cache: np.ndarray, sizes: Mapping[str, Any], stored: str = "bf16") -> list[np.ndarray]:
+    """Return K and V `[positions, kv_heads * head_dim]` of an interleaved cache: bf16, or f32 of numbers."""
+    rows = _by_head(cache, sizes, stored)
+    halves = kv_rows.values(rows, stored) if kv_rows.in_numbers(stored) else np.moveaxis(rows, 2, 0)
+    return [half.reshape(len(cache), -1) for half in halves]
+
+
+def _key_numbers(inputs: Values, want: Values) -> Values:
+    """Return the bound of K's numbers, which may be the next ones, and of bytes of scales, which may be any then."""
+    off = np.zeros((want["out"].size // _KV_HALF, _KV_HALF))
+    off[:, : resident.HEAD_DIM], off[:, resident.HEAD_DIM :] = 1, 255
+    return {"out": off.reshape(want["out"].shape)}
+
+
+_NUMBERS = "int8_rows"
+_KV_HALF = kv_rows.half_elements(resident.HEAD_DIM, _NUMBERS)
 
 
 def _queries_off(inputs: Values, want: Values) -> Values:
@@ -167,13 +197,19 @@ def _halves(which: int, head_dim: int, bound: Callable[[Values, np.ndarray], np.
     return whole
 
 
-def _attention(inputs: Values, want: Values) -> Values:
+def _attention(inputs: Values, want: Values, stored: str = "bf16") -> Values:
     heads, kv_heads, dim = _ATTENTION["heads"], _ATTENTION["kv_heads"], _ATTENTION["head_dim"]
-    k, v = _keys_and_values(inputs["kv"], _ATTENTION)
+    k, v = _keys_and_values(inputs["kv"], _ATTENTION, stored)
     until = START + _ATTENTION["seq"]
-    spread = flash_attention.reference_placed(inputs["q"], k[:until], np.abs(v[:until]), START, heads, kv_heads)
+    placed = functools.partial(flash_attention.reference_placed, stored=stored)
+    spread = placed(inputs["q"], k[:until], np.abs(v[:until]), START, heads, kv_heads)
     own = inputs["q"].reshape(len(spread), heads, -1)[..., :dim]
-    return {"out": bounds.attention(own, k, dim, spread, want["out"])}
+    return {"out": bounds.attention(own, k, dim, spread, want["out"], **_score(stored))}
+
+
+def _score(stored: str) -> dict[str, float]:
+    """Return the relative error of scores besides that of their sums: what queries of 15 bits are off by."""
+    return {"score": 2.0**-12} if kv_rows.in_numbers(stored) else {}
 
 
 def _gated_product(inputs: Values, want: Values) -> Values:
@@ -238,6 +274,12 @@ def _rotations() -> Iterator[Probe]:
     k_half = _halves(0, 64, lambda g, w: bounds.rotation(g["x"], _HEADS["heads"], w))
     yield _kernel_probe("rope", "rotary embedding", "rope", wide, rotated, _HEADS)
     yield _kernel_probe("rope_kv", "rotary embedding into a cache", "rope_kv", into_kv, k_half, _HEADS)
+    in_bytes = into_kv | {"out": (64, 4 * 2 * _KV_HALF)}
+    name, v_rows = f"{_NUMBERS}_rope_kv", {name: in_bytes[name] for name in ("x", "out")}
+    exact: Bound = lambda inputs, want: {"out": np.zeros(want["out"].shape)}  # noqa: E731
+    yield _kernel_probe(name, "rotary embedding into a cache in 8 bits", name, in_bytes, _key_numbers, _HEADS)
+    name = f"{_NUMBERS}_append_v"
+    yield _kernel_probe(name, "rows of V into a cache in 8 bits", name, v_rows, exact, _HEADS)
     placed = wide | {"table": (64, 64 + POSITION // 2), "out": (64, 4 * (64 + HEAD_POSITION))}
     yield _kernel_probe("rope_q", "rotary embedding of queries with positions", "rope_q", placed, _queries_off, _HEADS)
 
@@ -281,6 +323,9 @@ def _attention_parts() -> Iterator[Probe]:
     product = {"rows": 512, "cols": 512, "out_cols": 512, "pos": 0, "head_dim": 64}
     yield _kernel_probe("gemm_kv", "product into a cache", "gemm_kv", _gemm_shapes(512, 512, 512, 2), v_half, product)
     yield _kernel_probe("flash_attention", "causal attention", "flash_attention", attending, _attention, _ATTENTION)
+    in_bytes = attending | {"kv": (attending["kv"][0], _ATTENTION["kv_heads"] * 2 * _KV_HALF)}
+    name, bound = f"{_NUMBERS}_flash_attention", functools.partial(_attention, stored=_NUMBERS)
+    yield _kernel_probe(name, "causal attention over a cache in 8 bits", name, in_bytes, bound, _ATTENTION)
 
 
 # Weights in groups
@@ -351,19 +396,23 @@ _TOKEN = {"window": 256, "heads": 4, "kv_heads": 2, "head_dim": 64}
 
 def _token_attention() -> Iterator[Probe]:
     """Yield a token's attention with its own position in the first, a middle and the last tile of keys."""
-    for where, position in (("first", 5), ("middle", START), ("last", _TOKEN["window"] - 1)):
-        yield _token_probe(f"token_attention_{where}", f"a token's attention, itself in the {where} tile", position)
+    for stored in KV_FORMATS.values():
+        for where, position in (("first", 5), ("middle", START), ("last", _TOKEN["window"] - 1)):
+            about = f"a token's attention, itself in the {where} tile"
+            name = format_kernel(f"token_attention_{where}", stored)
+            yield _token_probe(name, about + ", in 8 bits" * kv_rows.in_numbers(stored), position, stored)
 
 
-def _token_probe(name: str, about: str, position: int) -> Probe:
+def _token_probe(name: str, about: str, position: int, stored: str) -> Probe:
     heads, kv_heads, dim = _TOKEN["heads"], _TOKEN["kv_heads"], _TOKEN["head_dim"]
     width, kv_width = heads * dim, kv_heads * dim
-    kernel = kernels()["token_attention"]
-    shapes = {"x": (width + 2 * kv_width,), "table": (1, dim + POSITION // 2), "kv": (_TOKEN["window"], 2 * kv_width)}
-    results = {"out": (width,), "row": (2 * kv_width,)}
+    row_elements, in_numbers = kv_heads * kv_rows.head_elements(dim, stored), kv_rows.in_numbers(stored)
+    kernel = kernels()[format_kernel("token_attention", stored)]
+    shapes = {"x": (width + 2 * kv_width,), "table": (1, dim + POSITION // 2), "kv": (_TOKEN["window"], row_elements)}
+    results = {"out": (width,), "row": (row_elements,)}
 
     def values() -> Values:
-        made = {slot: _normal(name, kernel.arg(slot), shapes[slot]) for slot in ("x", "kv")}
+        made = {"x": _normal(name, kernel.arg("x"), shapes["x"]), "kv": _cache(name, kernel.arg("kv"), shapes["kv"])}
         return made | {"table": _table(name, kernel.arg("table"), shapes["table"], position)}
 
     def attended(inputs: Values, x: np.ndarray, k: np.ndarray, v: np.ndarray) -> Values:
@@ -372,15 +421,20 @@ def _token_probe(name: str, about: str, position: int) -> Probe:
         return {"out": out, "row": row.reshape(-1)}
 
     def expected(inputs: Values) -> Values:
-        return attended(inputs, inputs["x"], *_keys_and_values(inputs["kv"], _TOKEN))
+        return attended(inputs, inputs["x"], *_keys_and_values(inputs["kv"], _TOKEN, stored))
 
     def bound(inputs: Values, want: Values) -> Values:
         queries, own, v_row = np.split(inputs["x"], [width, width + kv_width])
-        k, v = _keys_and_values(inputs["kv"], _TOKEN)
+        k, v = _keys_and_values(inputs["kv"], _TOKEN, stored)
         spread = attended(inputs, np.concatenate([queries, own, np.abs(v_row)]), k, np.abs(v))["out"]
         keys = np.concatenate([k[:position], own[None]])
-        rotated = _halves(0, dim, lambda _, key: bounds.rotation(own[None], kv_heads, key))
-        row = rotated(inputs, {"out": want["row"][None]})["out"][0]
+        if in_numbers:
+            row = _key_numbers(inputs, {"out": want["row"]})["out"].reshape(kv_heads, 2, -1)
+            row[:, 1] = 0
+            row = row.reshape(-1)
+        else:
+            rotated = _halves(0, dim, lambda _, key: bounds.rotation(own[None], kv_heads, key))
+            row = rotated(inputs, {"out": want["row"][None]})["out"][0]
         # Rotations round queries and the token's own key.
         return {"out": bounds.attention(queries, keys, dim, spread, want["out"], score=2.0**-8), "row": row}
 
