@@ -73,8 +73,8 @@ class Tiling:
 
     def __str__(self) -> str:
         return (
-            f"append_v {self.rows}x{self.heads}x{self.head_dim}: herd {self.columns}x1, {self.tile_rows} rows at a time, "
-            f"in {self.stored}"
+            f"append_v {self.rows}x{self.heads}x{self.head_dim}: herd {self.columns}x1, {self.tile_rows} rows at a "
+            f"time, in {self.stored}"
         )
 
 

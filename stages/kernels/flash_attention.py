@@ -353,8 +353,9 @@ def tiles(
 ) -> Iterator[tuple[Number, MemRef]]:
     """Repeat the body for each tile of keys of a KV head. Yield the tile's number, and its K and V in L1.
 
-    `first`: the head's first element in a row, where it is there already. K and V are `[keys][kv_head]` elements; whole numbers come with a block of all keys after the other, so that eight keys
-    lie together: `[kv_head / BLOCK][keys][BLOCK]`.
+    K and V are `[keys][kv_head]` elements; whole numbers come with a block of all keys after the other, so that eight
+    keys lie together: `[kv_head / BLOCK][keys][BLOCK]`. `first`: the head's first element in a row, where it is there
+    already.
     """
     blocks = p.kv_head // limits.BLOCK
     in_numbers = kv_rows.in_numbers(p.stored)
@@ -415,8 +416,8 @@ def _fits(queries: int, keys: int, head_dim: int, stored: str, copies: int) -> b
 def _number_keys(head_dim: int, stored: str) -> list[int]:
     """Return the tile of keys of whole numbers, if there is one.
 
-    Results depend on it, so it is the same for all rows and windows, and decided on without them: the largest with which
-    the most queries fit. Windows have room for an even number of the largest, or for one.
+    Results depend on it, so it is the same for all rows and windows, and decided on without them: the largest with
+    which the most queries fit. Windows have room for an even number of the largest, or for one.
     """
     queries = (4 * limits.BLOCK, 2 * limits.BLOCK)
     return [keys for q in queries for keys in SLIDING_KEYS if _fits(q, keys, head_dim, stored, 2)][:1]

@@ -74,6 +74,11 @@ VARIANTS = (
     Variant.of("token_attention", HD=128, HEADS=9, KV_HEADS=1, KR=32, MEMBERS=9, QR=16),
     Variant.of("flash_attention", HD=64, KR=32, QR=64),
     Variant.of("flash_attention", HD=96, KR=16, QR=16),
+    Variant.of("token_attention", HD=64, HEADS=32, KV_BITS=8, KV_HEADS=8, KR=64, MEMBERS=4, QR=4),
+    Variant.of("token_attention", HD=128, HEADS=9, KV_BITS=8, KV_HEADS=1, KR=32, MEMBERS=9, QR=12, TOKENS=4),
+    Variant.of("flash_attention", HD=64, KR=64, KV_BITS=8, QR=32),
+    Variant.of("rope", ROWS=2, HEADS=4, HEAD_DIM=64, KV_BITS=8),
+    Variant.of("append_v", ROWS=2, HEADS=4, HEAD_DIM=64),
 )
 
 

@@ -49,12 +49,14 @@ from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.kernels import (
     Cost,
+    append_v,
     feed_forward,
     flash_attention,
     gemm,
     gemv,
     grouped_gemv,
     kernels,
+    kv_rows,
     rms_norm,
     rope,
     short_conv,
@@ -508,14 +510,27 @@ def _gemm(function: str, m: int, n: int, k: int, **more: bool) -> tuple[Any, str
     return tiling.variant, function, [*arguments[function], buffer(4 * m * n)], tiling.costs[function].vectors + fed
 
 
-def _attention(function: str, q: int, k: int, d: int) -> tuple[Any, str, list[Any], int]:
-    tiling = flash_attention.Tiling(max(q, k), max(q, k), 1, 1, d, 1, 1, 1, q, k)
-    queries, acc, stats = buffer(2 * q * tiling.width), buffer(4 * q * d), buffer(8 * q)
+INT8 = "int8_rows"
+
+
+def _sums(queries: int, keys: int, stored: str) -> list[np.ndarray]:
+    """What a core keeps of queries besides their results, and scores."""
+    shapes = flash_attention.stats_shape(queries, stored), flash_attention.scores_shape(queries, keys, stored)
+    return [buffer(4 * math.prod(shape)) for shape in shapes]
+
+
+def _attention(function: str, q: int, k: int, d: int, stored: str = "bf16") -> tuple[Any, str, list[Any], int]:
+    tiling = flash_attention.Tiling(max(q, k), max(q, k), 1, 1, d, 1, 1, 1, q, k, stored=stored)
+    queries, acc, (stats, scores) = buffer(2 * q * tiling.width), buffer(4 * q * d), _sums(q, k, stored)
     arguments = {
         "fa_init": [queries, acc, stats],
-        "fa_step": [k, queries, buffer(4 * k * d), acc, stats, buffer(4 * q * k)],
+        "fa_step": [k, queries, buffer(2 * k * tiling.kv_head), acc, stats, scores],
         "fa_out": [acc, stats, queries],
     }
+    if kv_rows.in_numbers(stored):
+        # No key is masked.
+        queries.view(np.int32)[d // 8 * 32] = 2 * k
+        return tiling.variant, function, arguments[function], _operations(tiling.costs[function])
     blocks_q, blocks_k, blocks_d = q // 8, k // 8, d // 8
     scores = blocks_q // 4 * blocks_k * (blocks_d * (16 + 4 * 2) + 4 * 6)
     # Two blocks of V are held at a time: results go in and out for each pair.
@@ -524,17 +539,29 @@ def _attention(function: str, q: int, k: int, d: int) -> tuple[Any, str, list[An
     return tiling.variant, function, arguments[function], tiling.costs[function].vectors + fed
 
 
-def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[Any], int]:
-    tiling = token_attention.tile(1024, group, 1, d)
+def _append_v(rows: int, heads: int, d: int) -> tuple[Any, str, list[Any], int]:
+    tiling = append_v.Tiling(rows, heads, d, INT8, 1, rows)
+    arguments = [buffer(2 * rows * tiling.width), buffer(tiling.tile_elements)]
+    return tiling.variant, "append_v", arguments, tiling.costs["append_v"].vectors
+
+
+def _operations(cost: Cost) -> int:
+    return cost.vectors + cost.scheduled
+
+
+def _token_attention(function: str, group: int, d: int, stored: str = "bf16") -> tuple[Any, str, list[Any], int]:
+    tiling = token_attention.tile(1024, group, 1, d, stored=stored)
     queries, k = tiling.queries, tiling.tile_k
     rows, q, acc = buffer(2 * tiling.width), buffer(2 * queries * d), buffer(4 * queries * d)
-    table, row = buffer(4 * tiling.angles), buffer(4 * d)
+    table, row, (stats, scores) = buffer(4 * tiling.angles), buffer(4 * d), _sums(queries, k, stored)
     table.view(np.int32)[d] = 1023
     arguments = {
-        "ta_init": [rows, table, 0, q, acc, buffer(8 * queries), row],
-        "ta_step": [table, 0, row, q, buffer(4 * k * d), acc, buffer(8 * queries), buffer(4 * queries * k)],
-        "ta_out": [acc, buffer(8 * queries), q, buffer(2 * group * d)],
+        "ta_init": [rows, table, 0, q, acc, stats, row],
+        "ta_step": [table, 0, row, q, buffer(2 * k * tiling.kv_head), acc, stats, scores],
+        "ta_out": [acc, stats, q, buffer(2 * group * d)],
     }
+    if kv_rows.in_numbers(stored):
+        return tiling.variant, function, arguments[function], _operations(tiling.costs[function])
     blocks_q, blocks_k, blocks_d = queries // 8, k // 8, d // 8
     shared = next(n for n in (4, 2, 1) if blocks_q % n == 0)
     scores = blocks_q // shared * blocks_k * (blocks_d * (16 + shared * 2) + shared * 6)
@@ -598,6 +625,15 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _token_attention("ta_step", 4, 64),
         lambda: _token_attention("ta_step", 9, 128),
         lambda: _token_attention("ta_out", 3, 64),
+        lambda: _attention("fa_init", 32, 64, 64, INT8),
+        lambda: _attention("fa_step", 32, 64, 64, INT8),
+        lambda: _attention("fa_step", 32, 32, 128, INT8),
+        lambda: _attention("fa_out", 32, 64, 64, INT8),
+        lambda: _token_attention("ta_init", 4, 64, INT8),
+        lambda: _token_attention("ta_step", 4, 64, INT8),
+        lambda: _token_attention("ta_step", 9, 128, INT8),
+        lambda: _token_attention("ta_out", 3, 64, INT8),
+        lambda: _append_v(2, 8, 128),
     ],
 )
 def test_costs_are_what_the_tile_functions_do(

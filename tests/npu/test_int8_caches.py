@@ -48,7 +48,7 @@ def nothing(*shape: int) -> np.ndarray:
 
 
 def score_bound(q: np.ndarray, k: np.ndarray, dim: int, scalar: float) -> float:
-    """What a score is off by: half a unit of each number of the largest query, and of their sum, which keeps 22 bits."""
+    """What a score is off by: half a unit of each number of the largest query, and of their sum in 22 bits."""
     most, longest = np.abs(q.astype(np.float64)).max(), np.abs(k).reshape(-1, dim)
     unit = most * 2.0**-14
     sums = unit / 2 * longest.sum(axis=1).max() + dim / 2 * unit * longest.max() / 127

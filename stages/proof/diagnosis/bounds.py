@@ -183,7 +183,7 @@ def error_bounds(case: Case) -> tuple[ErrorBound, ...]:
 
 
 def _in_numbers(bound: ErrorBound, values: np.ndarray) -> ErrorBound:
-    """Bound rows `[.., head_dim]` that are rounded to numbers once they have an error: to the next one, and its scale."""
+    """Bound rows `[.., head_dim]` that are rounded to numbers once they have an error: to the next, and their scale."""
     limit = bound.limit.reshape(values.shape)
     steps = (np.abs(values).max(axis=-1, keepdims=True) + limit.max(axis=-1, keepdims=True)) / w8a8.MOST
     off = np.where(limit.max(axis=-1, keepdims=True) > 0, steps + 2 * limit.max(axis=-1, keepdims=True), 0)

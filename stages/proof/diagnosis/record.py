@@ -170,7 +170,7 @@ def record(llm: Llama, recorder: Recorder, ids: Sequence[int], tokens: int, chun
 
 
 def cached_values(rows: np.ndarray, stored: str) -> np.ndarray:
-    """Return a copy of rows of a cache `[.., 2, half_elements]` as values `[.., 2, head_dim]`: bf16, or f32 of numbers."""
+    """Return the values of a cache's rows `[.., 2, half_elements]`, bf16 or f32 of numbers, `[.., 2, head_dim]`."""
     return np.stack(kv_rows.values(rows, stored), axis=-2) if kv_rows.in_numbers(stored) else rows.copy()
 
 

@@ -429,9 +429,8 @@ def _token_probe(name: str, about: str, position: int, stored: str) -> Probe:
         spread = attended(inputs, np.concatenate([queries, own, np.abs(v_row)]), k, np.abs(v))["out"]
         keys = np.concatenate([k[:position], own[None]])
         if in_numbers:
-            row = _key_numbers(inputs, {"out": want["row"]})["out"].reshape(kv_heads, 2, -1)
-            row[:, 1] = 0
-            row = row.reshape(-1)
+            row = _key_numbers(inputs, {"out": want["row"]})["out"]
+            row.reshape(kv_heads, 2, -1)[:, 1] = 0
         else:
             rotated = _halves(0, dim, lambda _, key: bounds.rotation(own[None], kv_heads, key))
             row = rotated(inputs, {"out": want["row"][None]})["out"][0]
