@@ -116,6 +116,8 @@ def described_slots(part: Part, dimensions: Mapping[str, float]) -> list[dict[st
         shape = [known.get(dim, dim) if isinstance(dim, str) else dim for dim in slot.shape]
         if all(isinstance(dim, int) for dim in shape):
             shape = list(stored.packed_shape(tuple(shape), part.layout_of(slot.name, HOST_SET)))  # type: ignore[arg-type]
+        elif slot.keeps:
+            shape = [shape[0], *stored.stored_shape(tuple(shape[1:]))]  # type: ignore[arg-type]
         described.append({"name": slot.name, "shape": shape, "role": slot.role, "dtype": stored.dtype})
     return described
 
