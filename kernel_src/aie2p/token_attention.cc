@@ -113,11 +113,20 @@ void insert(const Cached *row, int32 at, Cached *kv) {
 
 constexpr unsigned ANGLES = HD + LAYOUT_POSITION / 2;
 
+// Q, K and V of a token: GATHERED, they lie after those of the tokens before, else there are only these.
+bfloat16 *rows_of(bfloat16 *rows, [[maybe_unused]] int32 index) {
+#ifdef GATHERED
+    return rows + index * (HEADS + 2 * KV_HEADS) * HD;
+#else
+    return rows;
+#endif
+}
+
 extern "C" void AIE_FN(ta_row)(bfloat16 *rows, const float *table, int32 group, int32 index,
                                Cached *fresh) {
     use_nearest_even();
     table += index * ANGLES;
-    take_row(rows, table, group, fresh + index * KV_ROW);
+    take_row(rows_of(rows, index), table, group, fresh + index * KV_ROW);
     reinterpret_cast<int32 *>(fresh + TOKENS * KV_ROW)[index] = position_of(table);
 }
 
@@ -126,7 +135,7 @@ extern "C" void AIE_FN(ta_queries)(bfloat16 *rows, const float *table, int32 gro
                                    float *acc, float *stats) {
     if (index != own) return;
     use_nearest_even();
-    take_queries(rows, table + own * ANGLES, group, q, acc, stats);
+    take_queries(rows_of(rows, own), table + own * ANGLES, group, q, acc, stats);
 }
 
 extern "C" void AIE_FN(ta_step)(const Cached *fresh, int32 own, int32 k_row, Cached *kv, const bfloat16 *q, float *acc,

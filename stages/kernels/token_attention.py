@@ -207,6 +207,21 @@ class Tiling:
         return limits.aligned(count * self.kv_head, element) + limits.aligned(count * POSITION, element)
 
     @property
+    def gathers(self) -> bool:
+        """Whether Q, K and V of several tokens are on a core together, else each in the place of the one before.
+
+        The compiler makes the buffers that a channel fills a ring, in which a buffer that is filled several times in a
+        row has one place (mlir-air of 2026-05-08). It gives up where a channel also brings the keys: in herds of more
+        than four cores.
+        """
+        return self.tokens != ONE and self.columns * self.tokens.herd_rows <= limits.ROWS
+
+    @property
+    def inputs(self) -> int:
+        """Elements of Q, K and V on a core."""
+        return self.width * (self.tokens.count if self.gathers else 1)
+
+    @property
     def steps(self) -> int:
         """Steps of a core's loop over the keys."""
         return self.window // self.tile_k
@@ -226,6 +241,7 @@ class Tiling:
         norm = {"NORM": 1, **self.norm.macros} if self.norm else {}
         slides = {"SLIDES": 1} if self.slides else {}
         several = {"TOKENS": self.tokens.count} if self.tokens != ONE else {}
+        several |= {"GATHERED": 1} if self.gathers else {}
         macros = heads | sizes | self.scores.macros | norm | slides | several | kv_rows.macros(self.stored)
         return air.Variant.of("token_attention", **macros)
 
@@ -377,7 +393,7 @@ def _fits(p: Tiling) -> bool:
     count, each, element = p.tokens.count, p.tokens.each, SIZES[p.kv_dtype]
     own = BF16 * p.group * p.head_dim + (BF16 + F32) * p.queries * p.head_dim + F32 * math.prod(_stats(p))
     return limits.fits_l1(
-        limits.aligned(BF16 * p.width) + limits.aligned(count * F32 * p.angles),
+        limits.aligned(BF16 * p.inputs) + limits.aligned(count * F32 * p.angles),
         BF16 * 2 * p.head_dim if p.norm else 0,
         element * p.fresh if count > 1 else 0,
         each * (own + limits.aligned(element * p.kv_head)),
@@ -465,8 +481,11 @@ def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
     herd = p.columns, p.tokens.herd_rows
     rows = b.channel((1, 1), herd)
     b.put(rows, (0, 0), b.args["table"].at((0, count * p.angles, 1)))
-    with b.loop(count) as i:
-        b.put(rows, (0, 0), b.args["x"].at((i, 1, p.width), (0, p.width, 1)))
+    if p.gathers:
+        b.put(rows, (0, 0), b.args["x"].at((0, p.inputs, 1)))
+    else:
+        with b.loop(count) as i:
+            b.put(rows, (0, 0), b.args["x"].at((i, 1, p.width), (0, p.width, 1)))
     together = p.tokens.together
     rows_of_head = (p.columns, together * p.kv_head), p.kv_dtype
     with b.alloc(air.L2, rows_of_head, (p.columns, together * width)) as results:
@@ -496,12 +515,13 @@ def _attend_own(
     new_rows, weights = ((p.fresh,), p.kv_dtype), (_scores(p), "f32")
     with (
         b.alloc(air.L1, new_rows, weights, *of_token * each) as (fresh, scores, *buffers),
-        b.alloc(air.L1, ((count * p.angles,), "f32"), (p.width,)) as (table, x),
+        b.alloc(air.L1, ((count * p.angles,), "f32"), (p.inputs,)) as (table, x),
     ):
         own = [(ty * each + (start + token), buffers[3 * token : 3 * token + 3]) for token in range(each)]
         b.get(rows, tile, table)
         for i in range(count):
-            b.get(rows, tile, x)
+            if i == 0 or not p.gathers:
+                b.get(rows, tile, x)
             b.call(p.variant, "ta_row", x, table, kv_head, i, fresh)
             for token, work in own:
                 b.call(p.variant, "ta_queries", x, table, kv_head, i, token, *work)

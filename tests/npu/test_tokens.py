@@ -91,6 +91,22 @@ def test_a_row_is_that_of_the_token_alone(
         assert got[token].tobytes() == computed(one, sizes, token).tobytes(), token
 
 
+@pytest.mark.parametrize("out_cols", [512, 576, 768, 960])
+def test_products_take_herds_that_the_compiler_gets_right(out_cols: int) -> None:
+    tiling: Any = kernels()["int4_batched_gemv"].tiling({"cols": COLS, "out_cols": out_cols, "rows": COUNT})  # type: ignore[misc]
+    assert tiling.herd[0] > 3, "a core of fewer columns never gets its panels"
+
+
+@pytest.mark.parametrize("heads, kv_heads, together", [(2, 1, True), (4, 2, True), (9, 3, False), (32, 8, False)])
+def test_a_channel_fills_buffers_once_where_keys_have_one_of_their_own(
+    heads: int, kv_heads: int, together: bool
+) -> None:
+    """A buffer that it fills again and again would have one place in its ring: cores would wait for ever."""
+    several = token_attention.several(token_attention.tile(128, heads, kv_heads, 64), Tokens(COUNT))
+    gets = [op for op in token_attention.build(several).module.walk() if op.name == "air.channel.get"]
+    assert len(gets) == several.passes * several.tokens.launches * (1 + (1 if together else COUNT))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim, sees, slides, position",

@@ -19,6 +19,7 @@ from stages.kernels import (
     short_conv,
     token_attention,
 )
+from stages.kernels.tokens import Tokens
 
 TILINGS: dict[str, Callable[[], Tiling]] = {
     "add rows": lambda: elementwise.tile("add", 128, 960),
@@ -39,6 +40,8 @@ TILINGS: dict[str, Callable[[], Tiling]] = {
     "rope into KV in 8 bits": lambda: rope.tile(128, 8, 64, rope.KEYS, stored="int8_rows"),
     "token attention in 8 bits": lambda: token_attention.tile(512, 32, 8, 64, stored="int8_rows"),
     "attention in 8 bits": lambda: flash_attention.tile(512, 32, 8, 64, 4096, "int8_rows"),
+    "attention of tokens": lambda: token_attention.several(token_attention.tile(512, 32, 8, 64), Tokens(4)),
+    "attention of tokens in a column": lambda: token_attention.several(token_attention.tile(512, 4, 2, 64), Tokens(4)),
     "gemv": lambda: gemv.tile(576, 576),
     "gemv wide": lambda: gemv.tile(2048, 8192),
     "vocabulary": lambda: gemv.tile(49152, 960, "f32", blocked=False),
