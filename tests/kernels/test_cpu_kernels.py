@@ -21,7 +21,6 @@ from llama_npu2.errors import UserError
 from stages.kernels import (
     Arg,
     flash_attention,
-    format_kernel,
     kv_rows,
     rms_norm,
     scale,
@@ -499,6 +498,10 @@ def test_rope(teams, rng, rows, pos, heads, head_dim):
 
 INT8 = ("int8_rows_append_kv_panels", "int8_rows_flash_attention_panels", "int8_rows_decode_attention_panels")
 KEPT = {"bf16": ("append_kv_panels", "flash_attention_panels", "decode_attention_panels"), "int8_rows": INT8}
+IN_ROWS = {
+    "bf16": ("append_kv", "decode_attention_kv"),
+    "int8_rows": ("int8_rows_append_kv", "int8_rows_decode_attention_kv"),
+}
 in_all_formats = pytest.mark.parametrize("stored", KEPT)
 
 
@@ -594,18 +597,18 @@ def test_decode_attention(teams, rng, stored, pos, heads, kv_heads, head_dim):
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (6, 3, 34)])
 def test_a_cache_in_rows_changes_no_bit(teams, rng, stored, pos, heads, kv_heads, head_dim):
     """append_kv fills a cache position by position; attention over it equals attention over panels."""
-    shape = (heads, kv_heads, head_dim)
+    shape, (append, attend) = (heads, kv_heads, head_dim), IN_ROWS[stored]
     q = normal(rng, 1, heads * head_dim)
     k, v = (normal(rng, pos + 1, kv_heads * head_dim) for _ in range(2))
     want = kv_rows.rows(*(t.reshape(pos + 1, kv_heads, head_dim) for t in (k, v)), stored)
     cache = guarded(np.zeros_like(want))
     for row in range(pos + 1):
-        teams(format_kernel("append_kv", stored), guarded(k[row]), guarded(v[row]), cache, row, kv_heads, head_dim)
+        teams(append, guarded(k[row]), guarded(v[row]), cache, row, kv_heads, head_dim)
     assert cache.tobytes() == want.tobytes()
     over_rows, over_panels = output(q.shape), output(q.shape)
-    teams(format_kernel("decode_attention_kv", stored), q, cache, over_rows, pos, *shape)
+    teams(attend, q, cache, over_rows, pos, *shape)
     panels = kv_panels(k, v, kv_heads, head_dim, stored)
-    teams(format_kernel("decode_attention_panels", stored), q, *panels, over_panels, pos, *shape)
+    teams(KEPT[stored][-1], q, *panels, over_panels, pos, *shape)
     np.testing.assert_array_equal(over_rows.view(np.uint16), over_panels.view(np.uint16))
 
 
