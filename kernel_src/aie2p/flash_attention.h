@@ -88,6 +88,30 @@ Pair<2 * EDGE> reciprocals(const float *x) {
     return split(aie::mac(product(constant<2 * EDGE>(ONE_BITS), near), more, near.hi));
 }
 
+// Masks `work`, scores in half blocks of so many queries and keys. Returns the maximum of each lane over all, behind WHOLE, at
+// least `least` + WHOLE. Key j of this tile is visible to query i of this block iff i - j >= first_visible, and with SEES less than
+// that plus SEES.
+template <unsigned QUERIES_OF_BLOCK, unsigned KEYS_OF_BLOCK>
+aie::vector<int32, HALF> masked_top(float *work, int32 first_visible, float least) {
+    const Half masked = aie::broadcast<float, HALF>(MASKED), whole = aie::broadcast<float, HALF>(WHOLE);
+    aie::vector<int32, HALF> top = aie::broadcast<float, HALF>(WHOLE + least).template cast_to<int32>();
+    for (unsigned key = 0; key < KR; key += KEYS_OF_BLOCK, work += HALF) {
+        Half y = aie::load_v<HALF>(work);
+        const int32 bound = first_visible + static_cast<int32>(key);
+        if (bound > 1 - static_cast<int32>(KEYS_OF_BLOCK)) {
+            y = aie::select(y, masked, aie::lt(aie::load_v<HALF>(DISTANCE), aie::broadcast<int32, HALF>(bound)));
+            aie::store_v(work, y);
+        }
+        if (SEES && bound + SEES <= APART * static_cast<int32>(QUERIES_OF_BLOCK - 1)) {
+            const auto last = aie::broadcast<int32, HALF>(bound + SEES - 1);
+            y = aie::select(y, masked, aie::lt(last, aie::load_v<HALF>(DISTANCE)));
+            aie::store_v(work, y);
+        }
+        top = aie::max(top, aie::add(y, whole).template cast_to<int32>());
+    }
+    return top;
+}
+
 #ifdef SLIDES
 static_assert(SEES > 0 && (KR & (KR - 1)) == 0, "a mask rounds down to a tile");
 
@@ -157,25 +181,8 @@ aie::vector<bfloat16, BLOCK> prepared(const aie::vector<bfloat16, BLOCK> &q) {
 }
 
 // Masks the scores of one query block; returns their maximum, per query, behind WHOLE: rounded, so less than 1 off.
-// Key j of this tile is visible to query i of this block iff i - j >= first_visible, and with SEES less than that plus SEES.
 Counts mask(float *work, int32 first_visible) {
-    const Half masked = aie::broadcast<float, HALF>(MASKED), whole = aie::broadcast<float, HALF>(WHOLE);
-    aie::vector<int32, HALF> top = aie::broadcast<float, HALF>(WHOLE + MASKED).template cast_to<int32>();
-    for (unsigned half = 0; half < 2 * KEY_BLOCKS; ++half, work += HALF) {
-        Half y = aie::load_v<HALF>(work);
-        const int32 bound = first_visible + static_cast<int32>(half * KEYS);
-        if (bound > 1 - static_cast<int32>(KEYS)) {
-            y = aie::select(y, masked, aie::lt(aie::load_v<HALF>(DISTANCE), aie::broadcast<int32, HALF>(bound)));
-            aie::store_v(work, y);
-        }
-        if (SEES && bound + SEES <= APART * static_cast<int32>(EDGE - 1)) {
-            const auto last = aie::broadcast<int32, HALF>(bound + SEES - 1);
-            y = aie::select(y, masked, aie::lt(last, aie::load_v<HALF>(DISTANCE)));
-            aie::store_v(work, y);
-        }
-        top = aie::max(top, aie::add(y, whole).template cast_to<int32>());
-    }
-    return maximum_of_keys(top);
+    return maximum_of_keys(masked_top<EDGE, KEYS>(work, first_visible, MASKED));
 }
 
 // Replaces the scores of one query block by bf16 weights 2^(y - ceiling), blocks [8 queries][8 keys] at the scores'

@@ -14,7 +14,8 @@
 // Scores are sums of whole numbers, exact, times K's scale. A key's weight is multiplied with V's scale before the product
 // with V. Scales would take most of the bits of a fixed point, so their exponents are added to scores, the mantissas are
 // multiplied with, and a tile's weights count from the largest of each query in this tile on: in 15 bits, which are sixteen
-// times finer than bf16's 8 of the largest. So results depend on KR, but on no other query. The running sum gets the weights without V's scale, as bf16, rounded alike.
+// times finer than bf16's 8 of the largest. So results depend on KR, but on no other query. The running sum gets the weights
+// without V's scale, as bf16, rounded alike.
 
 namespace {
 
@@ -174,22 +175,7 @@ void scores(const int16 *q, const int8 *kv, float *stats, float *work) {
 // Masks the scores of a unit, as flash_attention.h's `mask`; returns more than their maximum, per query, behind WHOLE: so
 // much more than that of masked keys, where there are no others, that their weights are 0.
 Lanes mask(float *work, int32 first_visible) {
-    const Half masked = aie::broadcast<float, HALF>(MASKED), whole = aie::broadcast<float, HALF>(WHOLE);
-    Lanes top = aie::broadcast<float, HALF>(WHOLE + MASKED + 256.0f).template cast_to<int32>();
-    for (unsigned key = 0; key < KEY_BLOCKS; ++key, work += HALF) {
-        Half y = aie::load_v<HALF>(work);
-        const int32 bound = first_visible + static_cast<int32>(key * EDGE);
-        if (bound > 1 - static_cast<int32>(EDGE)) {
-            y = aie::select(y, masked, aie::lt(aie::load_v<HALF>(DISTANCE), aie::broadcast<int32, HALF>(bound)));
-            aie::store_v(work, y);
-        }
-        if (SEES && bound + SEES <= APART * static_cast<int32>(QUERIES - 1)) {
-            const auto last = aie::broadcast<int32, HALF>(bound + SEES - 1);
-            y = aie::select(y, masked, aie::lt(last, aie::load_v<HALF>(DISTANCE)));
-            aie::store_v(work, y);
-        }
-        top = aie::max(top, aie::add(y, whole).template cast_to<int32>());
-    }
+    const Lanes top = masked_top<QUERIES, EDGE>(work, first_visible, MASKED + 256.0f);
     Lanes rows;
     unrolled<QUERIES>([&](auto r) {
         rows.insert(r, aie::broadcast<int32, EDGE>(aie::reduce_max(top.template extract<EDGE>(r)) + 1));

@@ -24,9 +24,9 @@ public:
         const KvBlock<Format> block = upcoming(tile, next);
         int8_t *const k = reinterpret_cast<int8_t *>(tile.k_scratch()), *const v = reinterpret_cast<int8_t *>(tile.v_scratch());
         const int64_t dim = shape_.head_dim;
-        for (int64_t i = 0; i < count; i++) {
-            const Int8Head head = {dim};
-            const int8_t *const row = start(at) + i * shape_.kv_heads * head.bytes();
+        const Int8Head head = {dim};
+        const int8_t *row = kv_ + (at.begin * shape_.kv_heads + at.head) * head.bytes();
+        for (int64_t i = 0; i < count; i++, row += shape_.kv_heads * head.bytes()) {
             memcpy(k + i * Format::row_elements, row + head.k_scale(), Format::row_elements);
             memcpy(v + i * Format::row_elements, row + head.v_scale(), Format::row_elements);
             append_k(row, k + Format::header + i / panel_rows * panel_size(dim) + i % panel_rows * 2, dim);
@@ -40,10 +40,6 @@ public:
     }
 
 private:
-    const int8_t *start(Place at) const {
-        return kv_ + (at.begin * shape_.kv_heads + at.head) * Int8Head{shape_.head_dim}.bytes();
-    }
-
     AttentionShape shape_;
     const int8_t *kv_;
 };

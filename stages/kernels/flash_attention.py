@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from llama_npu2.artifact.dtypes import SIZES
 from llama_npu2.artifact.plan import WINDOW, View
@@ -154,7 +154,7 @@ rounds a position down to a tile with a mask."""
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Tiling(kv_rows.Heads):
     """How attention is divided: a column of the herd takes a KV head, its cores the query heads of that head's group.
 
     K and V are interleaved, so that one stream per column feeds its cores. All `window` positions pass; a key tile that
@@ -185,21 +185,6 @@ class Tiling:
     scores: Scores = PLAIN
     stored: str = "bf16"
     """The cache's format."""
-
-    @property
-    def kv_dtype(self) -> str:
-        """The dtype of the cache's elements."""
-        return kv_rows.element_type(self.stored)
-
-    @property
-    def kv_head(self) -> int:
-        """The cache's elements of a position for a KV head."""
-        return kv_rows.head_elements(self.head_dim, self.stored)
-
-    @property
-    def kv_row(self) -> int:
-        """The cache's elements of a position."""
-        return self.kv_heads * self.kv_head
 
     @property
     def group(self) -> int:
@@ -323,33 +308,9 @@ def scores_shape(queries: int, keys: int, stored: str) -> tuple[int, ...]:
     return (queries + facts, keys)
 
 
-class Keys(Protocol):
-    """A division of attention over a cache in rows."""
-
-    @property
-    def tile_k(self) -> int:
-        """Keys of a tile."""
-
-    @property
-    def stored(self) -> str:
-        """The cache's format."""
-
-    @property
-    def kv_dtype(self) -> str:
-        """The dtype of the cache's elements."""
-
-    @property
-    def kv_head(self) -> int:
-        """The cache's elements of a position for a KV head."""
-
-    @property
-    def kv_row(self) -> int:
-        """The cache's elements of a position."""
-
-
 @contextmanager
 def tiles(
-    b: Builder, steps: int, p: Keys, kv_head: Number, first: Number | None = None
+    b: Builder, steps: int, p: kv_rows.Heads, kv_head: Number, first: Number | None = None
 ) -> Iterator[tuple[Number, MemRef]]:
     """Repeat the body for each tile of keys of a KV head. Yield the tile's number, and its K and V in L1.
 

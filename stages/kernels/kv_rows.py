@@ -39,6 +39,30 @@ def macros(stored: str) -> dict[str, int]:
     return {"KV_BITS": 8} if in_numbers(stored) else {}
 
 
+class Heads:
+    """A division of attention over a cache in rows."""
+
+    kv_heads: int
+    head_dim: int
+    stored: str
+    tile_k: int
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the cache's elements."""
+        return element_type(self.stored)
+
+    @property
+    def kv_head(self) -> int:
+        """The cache's elements of a position for a KV head."""
+        return head_elements(self.head_dim, self.stored)
+
+    @property
+    def kv_row(self) -> int:
+        """The cache's elements of a position."""
+        return self.kv_heads * self.kv_head
+
+
 def quantising_vectors(head_dim: int) -> int:
     """Return the vector operations that a core takes for a row of K or V of a head (kernel_src/aie2p/int8_rows.h)."""
     return head_dim // limits.VECTOR * 14 + 16
@@ -65,3 +89,16 @@ def values(cached: np.ndarray, stored: str = "bf16") -> tuple[np.ndarray, np.nda
     head_dim = cached.shape[-1] - form.row_elements
     k = np.roll(cached[..., 0, :], form.row_elements, axis=-1)
     return form.dequantise(k, head_dim), form.dequantise(cached[..., 1, :], head_dim)
+
+
+def held(cached: np.ndarray, stored: str) -> np.ndarray:
+    """Return what a kernel takes rows `[..., 2, half_elements]` for, `[..., 2, head_dim]`: bf16, or f32 of numbers."""
+    return np.stack(values(cached, stored), axis=-2) if in_numbers(stored) else cached
+
+
+def keys_and_values(cached: np.ndarray, stored: str) -> list[np.ndarray]:
+    """Return K and V that rows hold (`held`), `[positions, kv_heads * head_dim]`.
+
+    `cached`: `[positions, kv_heads, 2, half_elements]`.
+    """
+    return [half.reshape(len(cached), -1) for half in np.moveaxis(held(cached, stored), 2, 0)]

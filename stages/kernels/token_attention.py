@@ -123,7 +123,7 @@ def normed_heads(
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Tiling(kv_rows.Heads):
     """How a token's attention is divided: one core per KV head and column, for all query heads of its group.
 
     Positions after the token's are read too, and masked; a tile that has no others costs a call that returns at once.
@@ -175,21 +175,6 @@ class Tiling:
         return -(-self.group // self.unit) * self.unit
 
     @property
-    def kv_dtype(self) -> str:
-        """The dtype of the cache's elements."""
-        return kv_rows.element_type(self.stored)
-
-    @property
-    def kv_head(self) -> int:
-        """The cache's elements of a position for a KV head."""
-        return kv_rows.head_elements(self.head_dim, self.stored)
-
-    @property
-    def kv_row(self) -> int:
-        """The cache's elements of a position."""
-        return self.kv_heads * self.kv_head
-
-    @property
     def width(self) -> int:
         """Elements of Q, K and V of all heads."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -211,8 +196,8 @@ class Tiling:
         """Whether Q, K and V of several tokens are on a core together, else each in the place of the one before.
 
         The compiler makes the buffers that a channel fills a ring, in which a buffer that is filled several times in a
-        row has one place (mlir-air of 2026-05-08). It gives up where a channel also brings the keys: in herds of more
-        than four cores.
+        row has one place (mlir-air of 2026-05-08). In herds of more than four cores the channel also brings the keys,
+        and each filling has its place.
         """
         return self.tokens != ONE and self.columns * self.tokens.herd_rows <= limits.ROWS
 
@@ -466,8 +451,7 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
             b.get(rows, tile, given)
         acc, stats, scores = work
         b.call(p.variant, "ta_init", x, *norms, table, kv_head, q, acc, stats, row, *eps)
-        written = row if fresh == p.kv_head else row.at((0, p.kv_head, 1))
-        b.dma(b.args["row"].at((first, p.kv_head, 1)), written)
+        b.dma(b.args["row"].at((first, p.kv_head, 1)), _filled(row, fresh, p.kv_head))
         with flash_attention.tiles(b, p.steps, p, kv_head, first) as (j, kv):
             b.call(p.variant, "ta_step", table, j * p.tile_k, row, q, kv, acc, stats, scores)
         with b.alloc(air.L1, (width,)) as (out,):
@@ -532,10 +516,15 @@ def _attend_own(
         with b.alloc(air.L1, ((kept,), p.kv_dtype), (each * width,)) as own_results:
             for number, (token, (q, acc, stats)) in enumerate(own):
                 b.call(p.variant, "ta_out", acc, stats, q, fresh, token, number, *own_results)
-            for result, own_result, size in zip(results, own_results, (p.kv_head, width), strict=True):
+            filled = (kept, p.kv_head), (each * width, width)
+            for result, own_result, (elements, size) in zip(results, own_results, filled, strict=True):
                 place = (tx, 1, p.tokens.together * size), (ty * each * size, each * size, 1)
-                padded = own_result is own_results[0] and kept > each * size
-                b.dma(result.at(*place), own_result.at((0, each * size, 1)) if padded else own_result)
+                b.dma(result.at(*place), _filled(own_result, elements, each * size))
+
+
+def _filled(buffer: MemRef, elements: int, count: int) -> MemRef:
+    """Return the first `count` of a buffer's elements, which may be all of them."""
+    return buffer if elements == count else buffer.at((0, count, 1))
 
 
 def _tile(sizes: Sizes, norm: rms_norm.Norm | None = None, stored: str = "bf16") -> Tiling:

@@ -51,7 +51,8 @@ def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: M
     if cache is not None:
         until = inputs["pos"] + inputs.get("seq", 1)
         # What appends to a cache has its own `k` and `v`.
-        inputs = dict(zip("kv", _halves(cache[:until], kernel.stored), strict=True)) | {"kv": cache} | inputs
+        k, v = kv_rows.keys_and_values(cache[:until], kernel.stored)
+        inputs = {"k": k, "v": v, "kv": cache} | inputs
     if "history" in slots:
         inputs["history"] = values[slots["history"]]
     for slot, result in zip(written, results(kernel, inputs), strict=True):
@@ -77,12 +78,6 @@ def results(kernel: Kernel, inputs: Mapping[str, Any]) -> tuple[np.ndarray, ...]
     else:
         out = kernel.reference(**{name: _shaped(name, inputs) for name in parameters if name in inputs})
     return out if isinstance(out, tuple) else (out,)
-
-
-def _halves(cached: np.ndarray, stored: str) -> list[np.ndarray]:
-    """Return K and V of rows, `[positions, kv_heads * head_dim]`: bf16, or what numbers with scales stand for."""
-    halves = kv_rows.values(cached, stored) if kv_rows.in_numbers(stored) else (cached[:, :, half] for half in (0, 1))
-    return [half.reshape(len(cached), -1) for half in halves]
 
 
 def _shaped(name: str, inputs: Mapping[str, Any]) -> Any:

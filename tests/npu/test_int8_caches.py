@@ -266,7 +266,7 @@ def test_what_is_no_number_stays_where_it_is() -> None:
 
 
 def test_a_token_reads_half_the_bytes_of_the_cache() -> None:
-    """By the estimate, which a manifest has: 8 bits and a scale for 16 bits, and less time behind long contexts."""
+    """The estimate counts 8 bits and a scale where it counts 16 bits, and says less time behind long contexts."""
     positions = 16384
     config = MODELS["llama-3.2-1b"].within(positions)
     by_format = [

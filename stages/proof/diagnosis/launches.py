@@ -182,7 +182,7 @@ def _as_values(op: Op, head_dim: int, arg: Arg, result: np.ndarray) -> np.ndarra
     head = kv_rows.half_elements(head_dim, stored)
     rows = np.zeros((result.size // head // (written.stop - written.start), 2, head), result.dtype)
     rows[:, written] = result.reshape(len(rows), -1, head)
-    return np.stack(kv_rows.values(rows, stored), axis=-2)[:, written]
+    return kv_rows.held(rows, stored)[:, written]
 
 
 def _compare(

@@ -106,11 +106,11 @@ class Recorder:
             before = call.first_row(op.names[arg.name])
             read = np.zeros((until, *rows.shape[1:]), rows.dtype)
             read[before:] = rows[: until - before]
-            values = cached_values(read, stored)
+            values = kv_rows.held(read, stored)
             return {which: values[:, :, half].reshape(until, -1) for half, which in enumerate("kv")}
         # New rows may have an argument of their own.
         first = 0 if op.slots[arg.name].view == FROM_POSITION else call.position
-        new = cached_values(rows[first : first + call.rows], stored)
+        new = kv_rows.held(rows[first : first + call.rows], stored)
         return {arg.name: new[:, :, HALVES.get(op.operation, kv_rows.BOTH)].copy()}
 
     def _of_panels(self, op: Op, arg: Arg, call: TracedCall, until: int) -> Values:
@@ -167,11 +167,6 @@ def record(llm: Llama, recorder: Recorder, ids: Sequence[int], tokens: int, chun
         if logits_phase(llm.manifest) and len(text) > 2:
             llm.score(text)
     return text
-
-
-def cached_values(rows: np.ndarray, stored: str) -> np.ndarray:
-    """Return the values of a cache's rows `[.., 2, half_elements]`, bf16 or f32 of numbers, `[.., 2, head_dim]`."""
-    return np.stack(kv_rows.values(rows, stored), axis=-2) if kv_rows.in_numbers(stored) else rows.copy()
 
 
 def _caches(llm: Llama) -> Iterator[str]:

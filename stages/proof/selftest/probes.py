@@ -153,10 +153,8 @@ def _by_head(cache: np.ndarray, sizes: Mapping[str, Any], stored: str = "bf16") 
 
 
 def _keys_and_values(cache: np.ndarray, sizes: Mapping[str, Any], stored: str = "bf16") -> list[np.ndarray]:
-    """Return K and V `[positions, kv_heads * head_dim]` of an interleaved cache: bf16, or f32 of numbers."""
-    rows = _by_head(cache, sizes, stored)
-    halves = kv_rows.values(rows, stored) if kv_rows.in_numbers(stored) else np.moveaxis(rows, 2, 0)
-    return [half.reshape(len(cache), -1) for half in halves]
+    """Return K and V `[positions, kv_heads * head_dim]` of an interleaved cache."""
+    return kv_rows.keys_and_values(_by_head(cache, sizes, stored), stored)
 
 
 def _key_numbers(inputs: Values, want: Values) -> Values:
