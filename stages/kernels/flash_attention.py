@@ -77,7 +77,7 @@ def rounded(q: np.ndarray, scalar: float) -> np.ndarray:
 
     The core multiplies queries by `log2(e) / sqrt(scalar)`, so that scores are exponents of two, and rounds to bf16.
     """
-    scale = np.float32(np.log2(np.e) / np.sqrt(scalar))
+    scale = np.float32(math.log2(math.e) / math.sqrt(scalar))
     return (q.astype(np.float32) * scale).astype(ml_dtypes.bfloat16).astype(np.float32) / scale
 
 
