@@ -20,6 +20,7 @@ from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.engine.batch import drafts as drafting
 from llama_npu2.engine.batch.gain import Gain
 from llama_npu2.engine.batch.pace import Pace
+from llama_npu2.engine.batch.small_model import SmallModel
 from llama_npu2.engine.completion import Completion
 from llama_npu2.engine.drafting import check_drafts
 from llama_npu2.engine.generation import Generation
@@ -64,6 +65,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "known", lambda self, rows: False)
     monkeypatch.setattr(Gain, "allowed", lambda self, made: float("inf"))
     monkeypatch.setattr(drafting.Drafts, "_begins", lambda self, *about: True)
+    monkeypatch.setattr(SmallModel, "seconds", lambda self, texts: 0.0)
 
 
 @pytest.fixture(scope="module")
