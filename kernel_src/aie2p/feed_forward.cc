@@ -7,6 +7,9 @@
 //
 // SANDWICH: of x plus the norm of what the mixer made, and out adds the norm of down's product. x begins as the residual;
 // sums as bf16 [2][OUTS], the mixer's product and the weight of its norm; after [COLS] is the weight of down's.
+//
+// TOKENS: x has COLS of each, and padding at the end; inner, acc, sums and parts have a row for each. A token's normed row lies where its sums come later, and the
+// norm's weight in the second half of the last token's.
 #include "grouped_silu.h"
 #include "rms_norm.h"
 
@@ -16,26 +19,80 @@ static_assert(LANES == WIDE, "a panel of gate makes a group of inputs of down");
 
 constexpr unsigned CHUNK = GROUPS * GROUP, INPUTS = STEPS * CHUNK, DOWN_INPUTS = DOWN_STEPS * CHUNK;
 constexpr unsigned PART = OUTS / PARTS, EACH = 16, ROW = INPUTS > OUTS ? INPUTS : OUTS;
+constexpr unsigned DOWN_ROW = (DOWN_INPUTS + WIDE - 1) / WIDE * WIDE;
 static_assert(PART % EACH == 0);
 constexpr unsigned MOST = (INPUTS > DOWN_INPUTS ? INPUTS : DOWN_INPUTS) / GROUP;
 
 using Known = Inputs<2, MOST>;
 
-void begin(bfloat16 *x, bfloat16 *normed, float *acc, float eps) {
-    clear(x, COLS, ROW);
-    norm_row<COLS>(x, normed, normed, eps);
+#ifndef TOKENS
+#define TOKENS 1
+#endif
+
+constexpr unsigned SUMS = (2 * LANES + 2 * MOST + 1 + 15) / 16 * 16;
+
+void begin(const bfloat16 *x, const bfloat16 *weight, bfloat16 *normed, float *acc, float eps) {
+    norm_row<COLS>(x, weight, normed, eps);
     Known::fix_all(normed, COLS, INPUTS, acc);
 }
 
-// Part `index` of x.
-void round_part(const float *part, int32 index, bfloat16 *x) {
-    for (unsigned i = 0; i < PART; i += EACH) {
+// The chunk that a core takes as its `index`th; `next_normed`: from one token's normed row to the next.
+void take(const uint8 *chunk, const int16 *normed, unsigned next_normed, int32 index, float *acc, bfloat16 *inner,
+          float *sums) {
+    if (index < PAIR_CHUNKS) {
+        const unsigned at = index % STEPS, panel = index / STEPS;
+        Known::add<TOKENS>(chunk, normed, at, acc, acc + panel % 2 * LANES, next_normed, SUMS, SUMS);
+        if (at == STEPS - 1 && panel % 2)
+            for (unsigned token = 0; token < TOKENS; ++token)
+                activate(acc + token * SUMS, inner + token * DOWN_ROW + panel / 2 * LANES);
+    } else {
+        const unsigned down = index - PAIR_CHUNKS;
+        if (down == 0)
+            for (unsigned token = 0; token < TOKENS; ++token)
+                Known::fix_all(inner + token * DOWN_ROW, INNER, DOWN_INPUTS, acc + token * SUMS);
+        const int16 *fixed = reinterpret_cast<const int16 *>(inner);
+        float *own = sums + down / DOWN_STEPS * LANES;
+        Known::add<TOKENS>(chunk, fixed, down % DOWN_STEPS, acc, own, DOWN_ROW, SUMS, OUTS);
+    }
+}
+
+// Part `index` of x, up to where the next token's begins.
+void round_part(const float *part, int32 index, bfloat16 *x, unsigned end = OUTS) {
+    for (unsigned i = 0; i < PART && index * PART + i < end; i += EACH) {
         const aie::accum<accfloat, EACH> sum(aie::load_v<EACH>(part + i));
         aie::store_v(x + index * PART + i, sum.template to_vector<bfloat16>());
     }
 }
 
 }  // namespace
+
+#if TOKENS > 1
+
+extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, float *acc, bfloat16 *, bfloat16 *sums,
+#ifdef SANDWICH
+                                           bfloat16 *,
+#endif
+                                           float eps) {
+    use_nearest_even();
+    const bfloat16 *weight = sums + (2 * TOKENS - 1) * OUTS;
+#ifdef SANDWICH
+    for (unsigned token = 0; token < TOKENS; ++token) {
+        bfloat16 *mixed = sums + token * 2 * OUTS;
+        norm_row<COLS>(mixed, sums + OUTS, mixed, eps);
+        add_row<COLS>(x + token * COLS, mixed);
+    }
+#endif
+    clear(x + (TOKENS - 1) * COLS, COLS, ROW);
+    for (unsigned token = 0; token < TOKENS; ++token)
+        begin(x + token * COLS, weight, sums + token * 2 * OUTS, acc + token * SUMS, eps);
+}
+
+extern "C" void AIE_FN(feed_forward_step)(const uint8 *chunk, int32 index, float *acc, bfloat16 *inner, float *sums) {
+    use_nearest_even();
+    take(chunk, reinterpret_cast<const int16 *>(sums), 2 * OUTS, index, acc, inner, sums);
+}
+
+#else
 
 #ifdef SANDWICH
 
@@ -44,14 +101,16 @@ extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float 
     use_nearest_even();
     norm_row<COLS>(sums, sums + OUTS, sums, eps);
     add_row<COLS>(x, sums);
-    begin(x, normed, acc, eps);
+    clear(x, COLS, ROW);
+    begin(x, normed, normed, acc, eps);
 }
 
 #else
 
 extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float *acc, bfloat16 *, float eps) {
     use_nearest_even();
-    begin(x, normed, acc, eps);
+    clear(x, COLS, ROW);
+    begin(x, normed, normed, acc, eps);
 }
 
 #endif
@@ -59,36 +118,31 @@ extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float 
 extern "C" void AIE_FN(feed_forward_step)(const uint8 *chunk, const bfloat16 *normed, int32 index, float *acc,
                                           bfloat16 *inner, float *sums) {
     use_nearest_even();
-    if (index < PAIR_CHUNKS) {
-        const unsigned at = index % STEPS, panel = index / STEPS;
-        Known::add(chunk, reinterpret_cast<const int16 *>(normed), at, acc, acc + panel % 2 * LANES);
-        if (at == STEPS - 1 && panel % 2) activate(acc, inner + panel / 2 * LANES);
-    } else {
-        const unsigned down = index - PAIR_CHUNKS;
-        if (down == 0) Known::fix_all(inner, INNER, DOWN_INPUTS, acc);
-        const int16 *fixed = reinterpret_cast<const int16 *>(inner);
-        Known::add(chunk, fixed, down % DOWN_STEPS, acc, sums + down / DOWN_STEPS * LANES);
-    }
+    take(chunk, reinterpret_cast<const int16 *>(normed), 0, index, acc, inner, sums);
 }
 
-// A part of `PARTS` of what all cores up to this one make of x: of the first, it and the core's own. Of a SANDWICH without x.
-extern "C" void AIE_FN(feed_forward_first)([[maybe_unused]] const bfloat16 *x, int32 index, const float *sums,
-                                           float *part) {
-    use_nearest_even();
-    for (unsigned i = 0; i < PART; i += EACH) {
-        const unsigned at = index * PART + i;
-#ifdef SANDWICH
-        aie::store_v(part + i, aie::load_v<EACH>(sums + at));
-#else
-        const aie::accum<accfloat, EACH> sum(aie::load_v<EACH>(sums + at));
-        aie::store_v(part + i, aie::add(sum, aie::load_v<EACH>(x + at)).template to_vector<float>());
 #endif
-    }
+
+// A part of `PARTS` of what all cores up to this one make of x: of the first, it and the core's own. Of a SANDWICH without x.
+extern "C" void AIE_FN(feed_forward_first)([[maybe_unused]] const bfloat16 *x, int32 index, const float *sums, float *part) {
+    use_nearest_even();
+    for (unsigned token = 0; token < TOKENS; ++token, x += COLS, sums += OUTS, part += PART)
+        for (unsigned i = 0; i < PART; i += EACH) {
+            const unsigned at = index * PART + i;
+#ifdef SANDWICH
+            aie::store_v(part + i, aie::load_v<EACH>(sums + at));
+#else
+            const aie::accum<accfloat, EACH> sum(aie::load_v<EACH>(sums + at));
+            aie::store_v(part + i, aie::add(sum, aie::load_v<EACH>(x + at)).template to_vector<float>());
+#endif
+        }
 }
 
 extern "C" void AIE_FN(feed_forward_join)(const float *sums, int32 index, float *part) {
-    for (unsigned i = 0; i < PART; i += EACH)
-        aie::store_v(part + i, aie::add(aie::load_v<EACH>(part + i), aie::load_v<EACH>(sums + index * PART + i)));
+    sums += index * PART;
+    for (unsigned token = 0; token < TOKENS; ++token, sums += OUTS, part += PART)
+        for (unsigned i = 0; i < PART; i += EACH)
+            aie::store_v(part + i, aie::add(aie::load_v<EACH>(part + i), aie::load_v<EACH>(sums + i)));
 }
 
 #ifdef SANDWICH
@@ -97,17 +151,20 @@ extern "C" void AIE_FN(feed_forward_join)(const float *sums, int32 index, float 
 extern "C" void AIE_FN(feed_forward_last)(const float *part, int32 index, bfloat16 *x, bfloat16 *sums,
                                           const bfloat16 *after, float eps) {
     use_nearest_even();
-    round_part(part, index, sums);
-    if (index < static_cast<int32>(PARTS) - 1) return;
-    norm_row<COLS>(sums, after, sums, eps);
-    add_row<COLS>(x, sums);
+    for (unsigned token = 0; token < TOKENS; ++token, part += PART, x += COLS, sums += 2 * OUTS) {
+        round_part(part, index, sums);
+        if (index < static_cast<int32>(PARTS) - 1) continue;
+        norm_row<COLS>(sums, after, sums, eps);
+        add_row<COLS>(x, sums);
+    }
 }
 
 #else
 
 extern "C" void AIE_FN(feed_forward_last)(const float *part, int32 index, bfloat16 *x) {
     use_nearest_even();
-    round_part(part, index, x);
+    for (unsigned token = 0; token < TOKENS; ++token, part += PART, x += COLS)
+        round_part(part, index, x, token == TOKENS - 1 ? OUTS : COLS);
 }
 
 #endif

@@ -1,4 +1,5 @@
-// PANELS panels of LANES outputs of matrices in groups (grouped.h), one behind the other, times a vector, chunk by chunk.
+// PANELS panels of LANES outputs of matrices in groups (grouped.h), one behind the other, times a vector, or those of TOKENS
+// tokens, chunk by chunk. Of several, x, acc, out and residuals have a row each.
 // x [STEPS * GROUPS * GROUP], of which COLS are given; NORM: as their RMS norm; in fixed point from then on. acc f32
 // [PANELS][LANES], behind it of each group of x its sum f32 and its power of two i32, and what sums begin with; out
 // [OUTS]: LANES for each step, the sums of the one panel as bf16, f32 if KEEP, BIAS: with a bias before they are
@@ -19,13 +20,24 @@
 #define ROW_STEP 0
 #endif
 
+#ifndef TOKENS
+#define TOKENS 1
+#endif
+
 namespace {
 
-constexpr unsigned INPUTS = STEPS * GROUPS * GROUP;
+constexpr unsigned padded(unsigned count, unsigned unit) { return (count + unit - 1) / unit * unit; }
+
+constexpr unsigned INPUTS = STEPS * GROUPS * GROUP, SUMS = padded(PANELS * LANES + 2 * (INPUTS / GROUP) + 1, 16);
 #if NORM
-constexpr unsigned ADDED = INPUTS + (COLS + WIDE - 1) / WIDE * WIDE;
+constexpr unsigned ADDED = TOKENS * INPUTS + padded(COLS, WIDE);
 #else
-constexpr unsigned ADDED = INPUTS;
+constexpr unsigned ADDED = TOKENS * INPUTS;
+#endif
+#if ADD
+constexpr unsigned RESIDUAL = padded(ADD, WIDE);
+#else
+constexpr unsigned RESIDUAL = 0;
 #endif
 
 using Known = Inputs<PANELS, INPUTS / GROUP>;
@@ -64,30 +76,37 @@ void make_outputs(float *acc, [[maybe_unused]] const bfloat16 *added, Out *out) 
 void take(const uint8 *chunk, const int16 *x, unsigned index, const bfloat16 *added, float *acc, Out *out) {
     use_nearest_even();
     const unsigned step = index / (PANELS * STEPS), panel = index / STEPS % PANELS, at = index % STEPS;
-    Known::add(chunk, x, at, acc, acc + panel * LANES);
-    if (at == STEPS - 1 && panel == PANELS - 1) make_outputs(acc, added + step * ROW_STEP, out + step * LANES);
+    Known::add<TOKENS>(chunk, x, at, acc, acc + panel * LANES, INPUTS, SUMS, SUMS);
+    if (at < STEPS - 1 || panel < PANELS - 1) return;
+    for (unsigned token = 0; token < TOKENS; ++token, acc += SUMS, added += RESIDUAL, out += OUTS)
+        make_outputs(acc, added + step * ROW_STEP, out + step * LANES);
 }
 
 }  // namespace
 
 #if NORM
 
-// x [INPUTS], behind it the norm's weight.
+// x [TOKENS][INPUTS], behind it the norm's weight.
 extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc, float eps) {
     use_nearest_even();
-    norm_row<COLS>(x, x + INPUTS, x, eps);
-    begin(x, acc);
+    const bfloat16 *weight = x + TOKENS * INPUTS;
+    for (unsigned token = 0; token < TOKENS; ++token, x += INPUTS, acc += SUMS) {
+        norm_row<COLS>(x, weight, x, eps);
+        begin(x, acc);
+    }
 }
 
 #else
 
-extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc) { begin(x, acc); }
+extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc) {
+    for (unsigned token = 0; token < TOKENS; ++token, x += INPUTS, acc += SUMS) begin(x, acc);
+}
 
 #endif
 
 #if ADD || BIAS
 
-// Behind x [INPUTS], and the norm's weight, lies what is added, from ADDED on: `row` is the first of a core's first step, and ROW_STEP from one step to the next.
+// Behind x, and the norm's weight, lies what is added, from ADDED on: `row` is the first of a core's first step, and ROW_STEP from one step to the next.
 extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 index, int32 row, float *acc,
                                           Out *out) {
     take(chunk, reinterpret_cast<const int16 *>(x), index, x + ADDED + row, acc, out);

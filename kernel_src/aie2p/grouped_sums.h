@@ -14,57 +14,86 @@ struct Group {
     int32 power;
 };
 
-// A group's numbers times its inputs: whole, and so exact up to where f32 ends.
-Sums products(const uint8 *numbers, const int16 *x) {
+// The rows of a product that the matrix unit makes.
+constexpr unsigned HEIGHT = EDGE / 2;
+
+// A group's numbers times the inputs of Rows rows, whose others are `next` further on: whole, and so exact up to where f32
+// ends. `take` is given the sums of each row.
+template <unsigned Rows, typename Take>
+void products(const uint8 *numbers, const int16 *x, unsigned next, Take take) {
+    static_assert(Rows <= 2 && Rows <= HEIGHT);
     const aie::vector<int16, GROUP> inputs = aie::load_v<GROUP>(x);
     Registers<Product, LANES / EDGE> sums;
     unrolled<GROUP / EDGE>([&](auto k) {
         // The matrix unit takes four rows; what stands in the others makes sums that nobody reads.
-        const aie::vector<int16, GROUP> row = aie::shuffle_down(inputs, k * EDGE);
+        aie::vector<int16, GROUP> rows = aie::shuffle_down(inputs, k * EDGE);
+        if constexpr (Rows == 2) rows.insert(1, aie::load_v<EDGE>(x + next + k * EDGE));
         unrolled<LANES / EDGE / 2>([&](auto n) {
             const Two two = numbers_at(numbers, k * (LANES / EDGE / 2) + n);
-            sums.get(std::integral_constant<unsigned, 2 * n>()).mac(row, two.even);
-            sums.get(std::integral_constant<unsigned, 2 * n + 1>()).mac(row, two.odd);
+            sums.get(std::integral_constant<unsigned, 2 * n>()).mac(rows, two.even);
+            sums.get(std::integral_constant<unsigned, 2 * n + 1>()).mac(rows, two.odd);
         });
     });
-    aie::vector<int32, LANES> whole;
-    unrolled<LANES / EDGE>([&](auto n) {
-        whole.insert(n, sums.get(n).to_accum().template extract<EDGE>(0).template to_vector<int32>());
+    unrolled<Rows>([&](auto row) {
+        aie::vector<int32, LANES> whole;
+        unrolled<LANES / EDGE>([&](auto n) {
+            whole.insert(n, sums.get(n).to_accum().template extract<EDGE>(row).template to_vector<int32>());
+        });
+        take(row, aie::to_float<float>(whole));
     });
-    return aie::to_float<float>(whole);
 }
 
 #if FACTORS
 
-void add_chunk(const uint8 *chunk, const int16 *x, const Group *groups, float *acc) {
-    aie::accum<accfloat, LANES> scaled = aie::zeros<accfloat, LANES>(), least = scaled;
+// `x`, `groups` and `acc` are those of the first row, and of each other one `next_x`, `next_group` and `next_acc` further on.
+template <unsigned Rows>
+void add_chunk(const uint8 *chunk, const int16 *x, unsigned next_x, const Group *groups, unsigned next_group, float *acc,
+               unsigned next_acc) {
+    struct Totals {
+        aie::accum<accfloat, LANES> scaled, least;
+    };
+    Registers<Totals, Rows> totals;
+    unrolled<Rows>([&](auto row) {
+        totals.get(row) = {aie::zeros<accfloat, LANES>(), aie::zeros<accfloat, LANES>()};
+    });
     const uint8 *scales = chunk + SCALES_AT, *numbers = chunk + NUMBERS_AT;
-    for (unsigned g = 0; g < GROUPS; ++g, scales += SCALE_BYTES, numbers += NUMBER_BYTES, x += GROUP) {
-        const Pair<LANES> sum = split(products(numbers, x));
-        const aie::vector<bfloat16, LANES> scale = small_numbers(scales, groups[g].power);
-        scaled = aie::mac(aie::mac(scaled, sum.hi, scale), sum.lo, scale);
-        if constexpr (FACTORS == 2) {
-            const Pair<LANES> inputs = split<LANES>(groups[g].sum);
-            const aie::vector<bfloat16, LANES> minimum = small_numbers(scales + LANES);
-            least = aie::mac(aie::mac(least, inputs.hi, minimum), inputs.lo, minimum);
-        }
-    }
-    Sums sum = product(split(scaled), factor(chunk, 0)).template to_vector<float>();
-    if constexpr (FACTORS == 2) sum = aie::sub(sum, product(split(least), factor(chunk, 1)).template to_vector<float>());
-    aie::store_v(acc, aie::add(aie::load_v<LANES>(acc), sum));
+    for (unsigned g = 0; g < GROUPS; ++g, scales += SCALE_BYTES, numbers += NUMBER_BYTES, x += GROUP)
+        products<Rows>(numbers, x, next_x, [&](auto row, const Sums &whole) {
+            Totals &total = totals.get(row);
+            const Group &group = groups[row * next_group + g];
+            const Pair<LANES> sum = split(whole);
+            const aie::vector<bfloat16, LANES> scale = small_numbers(scales, group.power);
+            total.scaled = aie::mac(aie::mac(total.scaled, sum.hi, scale), sum.lo, scale);
+            if constexpr (FACTORS == 2) {
+                const Pair<LANES> inputs = split<LANES>(group.sum);
+                const aie::vector<bfloat16, LANES> minimum = small_numbers(scales + LANES);
+                total.least = aie::mac(aie::mac(total.least, inputs.hi, minimum), inputs.lo, minimum);
+            }
+        });
+    unrolled<Rows>([&](auto row) {
+        const Totals &total = totals.get(row);
+        Sums sum = product(split(total.scaled), factor(chunk, 0)).template to_vector<float>();
+        if constexpr (FACTORS == 2)
+            sum = aie::sub(sum, product(split(total.least), factor(chunk, 1)).template to_vector<float>());
+        float *own = acc + row * next_acc;
+        aie::store_v(own, aie::add(aie::load_v<LANES>(own), sum));
+    });
 }
 
 #else
 
-void add_chunk(const uint8 *chunk, const int16 *x, const Group *groups, float *acc) {
-    Sums total = aie::load_v<LANES>(acc);
+template <unsigned Rows>
+void add_chunk(const uint8 *chunk, const int16 *x, unsigned next_x, const Group *groups, unsigned next_group, float *acc,
+               unsigned next_acc) {
+    Registers<Sums, Rows> totals;
+    unrolled<Rows>([&](auto row) { totals.get(row) = aie::load_v<LANES>(acc + row * next_acc); });
     const uint8 *scales = chunk + SCALES_AT, *numbers = chunk + NUMBERS_AT;
-    for (unsigned g = 0; g < GROUPS; ++g, scales += SCALE_BYTES, numbers += NUMBER_BYTES, x += GROUP) {
-        const Pair<LANES> sum = split(products(numbers, x));
-        const Pair<LANES> scale = split(halves(scales, groups[g].power));
-        total = aie::add(total, product(sum, scale).template to_vector<float>());
-    }
-    aie::store_v(acc, total);
+    for (unsigned g = 0; g < GROUPS; ++g, scales += SCALE_BYTES, numbers += NUMBER_BYTES, x += GROUP)
+        products<Rows>(numbers, x, next_x, [&](auto row, const Sums &whole) {
+            const Pair<LANES> scale = split(halves(scales, groups[row * next_group + g].power));
+            totals.get(row) = aie::add(totals.get(row), product(split(whole), scale).template to_vector<float>());
+        });
+    unrolled<Rows>([&](auto row) { aie::store_v(acc + row * next_acc, totals.get(row)); });
 }
 
 #endif
@@ -94,10 +123,15 @@ struct Inputs {
         }
     }
 
-    // The chunk that a row's inputs take as its `at`th, onto `sums` of its panel.
-    static void add(const uint8 *chunk, const int16 *x, unsigned at, float *acc, float *sums) {
-        if (at == 0) aie::store_v(sums, aie::broadcast<float, LANES>(beginning(acc)));
-        add_chunk(chunk, x + at * (GROUPS * GROUP), groups(acc) + at * GROUPS, sums);
+    // The chunk that inputs take as their `at`th, onto `sums` of their panel. Of Rows rows, each has what is known of its
+    // inputs `next_acc` behind the one before; `x` and `sums` alike.
+    template <unsigned Rows = 1>
+    static void add(const uint8 *chunk, const int16 *x, unsigned at, float *acc, float *sums, unsigned next_x = 0,
+                    unsigned next_acc = 0, unsigned next_sums = 0) {
+        if (at == 0)
+            for (unsigned row = 0; row < Rows; ++row)
+                aie::store_v(sums + row * next_sums, aie::broadcast<float, LANES>(beginning(acc + row * next_acc)));
+        add_chunk<Rows>(chunk, x + at * (GROUPS * GROUP), next_x, groups(acc) + at * GROUPS, next_acc / 2, sums, next_sums);
     }
 };
 

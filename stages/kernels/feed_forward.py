@@ -15,12 +15,12 @@ from stages import air
 from stages.air import limits
 from stages.engine.lazy import np
 from stages.kernels import BF16, F32, Arg, Cost, add, gemv, grouped_gemv, rms_norm, signature, silu_and_mul
-from stages.kernels.tokens import ACTIVATIONS, ONE, Tokens, batched
+from stages.kernels.tokens import ACTIVATIONS, ONE, Tokens, batched, in_rows
 from stages.weights.constants import GROUP
 from stages.weights.cut import PARTS, SHARES, FeedForward
 
 if TYPE_CHECKING:
-    from stages.air import AirModule, Builder, Channel, Index, MemRef, Variant
+    from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
     from stages.weights.format import Format
 
 
@@ -83,8 +83,8 @@ class Tiling:
     Of a layer's matrices only those of the feed-forward network are summed like this. The results of earlier ones would
     have to come back to all cores.
 
-    With several tokens there is a row of cores for each, because a core has no room for the sums of two. The cores of a
-    column receive the same chunks.
+    With several tokens, rows of cores have tokens of their own (`Tokens`), and the cores of a column receive the same
+    chunks. Where a core has two tokens, their normed rows lie where sums come later: it has room for no more.
     """
 
     network: FeedForward
@@ -138,11 +138,32 @@ class Tiling:
         return self.together * self.network.pairs.chunk_bytes
 
     @property
+    def l1_bytes(self) -> int:
+        """Bytes that a core holds where it has several tokens, as `FeedForward.l1_bytes`."""
+        element_rows = self.row + self.inner + 2 * self.outputs
+        of_token = BF16 * element_rows + F32 * (self.acc + self.outputs // PARTS)
+        after = BF16 * limits.aligned(self.cols, BF16) * self.sandwich
+        return 2 * self.network.pairs.chunk_bytes + self.tokens.each * of_token + after
+
+    @property
+    def fits_l1(self) -> bool:
+        """Return whether a core has room for its tokens."""
+        if self.tokens.each == 1:
+            return self.network.has_room(self.cols if self.sandwich else 0)
+        return self.cols % limits.VECTOR == 0 and limits.fits_l1(self.l1_bytes)
+
+    @property
+    def row(self) -> int:
+        """Elements of `x` on a core, whose memory has the outputs at the end."""
+        return max(self.network.pairs.inputs, self.outputs)
+
+    @property
     def variant(self) -> Variant:
         pairs, shares = self.network.pairs, self.network.shares
         chunks = {"STEPS": pairs.chunks, "DOWN_STEPS": shares.chunks, "PAIR_CHUNKS": self.network.chunks[0]}
         more = self.norm.macros | silu_and_mul.macros(self.activation) | ({"SANDWICH": 1} if self.sandwich else {})
         sizes = {"COLS": self.cols, "INNER": self.network.inner, "OUTS": self.outputs, "PARTS": PARTS}
+        sizes |= self.tokens.macros
         return air.Variant.of("feed_forward", **sizes, **chunks, **grouped_gemv.macros(pairs), **more)
 
     @property
@@ -163,12 +184,14 @@ class Tiling:
         part_vectors = self.outputs // PARTS // (limits.VECTOR // 2)
         begin = self.norm.vectors(self.cols) + grouped_gemv.FIXED * pairs.inputs // GROUP
         added = self.norm.vectors(self.cols) + add.vectors(self.cols) if self.sandwich else 0
+        each = self.tokens.each
+        products = grouped_gemv.chunk_vectors(pairs, each)
         return {
-            "feed_forward_begin": Cost(vectors=begin + added),
-            "feed_forward_step": Cost(vectors=-(-vectors // chunks), scheduled=grouped_gemv.chunk_vectors(pairs)),
-            "feed_forward_first": Cost(vectors=part_vectors * (2 if self.sandwich else 7)),
-            "feed_forward_join": Cost(vectors=part_vectors * 4),
-            "feed_forward_last": Cost(vectors=part_vectors * 4 + added // PARTS),
+            "feed_forward_begin": Cost(vectors=each * (begin + added)),
+            "feed_forward_step": Cost(vectors=-(-each * vectors // chunks), scheduled=products),
+            "feed_forward_first": Cost(vectors=each * part_vectors * (2 if self.sandwich else 7)),
+            "feed_forward_join": Cost(vectors=each * part_vectors * 4),
+            "feed_forward_last": Cost(vectors=each * (part_vectors * 4 + added // PARTS)),
         }
 
     def __str__(self) -> str:
@@ -186,15 +209,19 @@ def tile(
 ) -> Tiling:
     """Divide a feed-forward network into the largest steps that fit L2 as often as the compiler copies them.
 
-    Raises UserError if a core's memory or L2 is too small.
+    Tokens are divided here, too. Raises UserError if a core's memory or L2 is too small.
     """
     what = f"feed-forward {cols}x{inner}"
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
     assert form.feed_forward is not None
     network: FeedForward = form.feed_forward(cols, inner)
-    limits.require_any(what, limits.IN_L1, [network] if network.has_room(cols if sandwich else 0) else [])
     steps = limits.divisors(math.gcd(*network.chunks))
-    tilings = [Tiling(network, cols, norm, together, sandwich=sandwich, tokens=tokens) for together in steps]
+    tilings = [
+        Tiling(network, cols, norm, together, sandwich=sandwich, tokens=way)
+        for way in in_rows(tokens.count)
+        for together in steps
+    ]
+    tilings = limits.require_any(what, limits.IN_L1, (p for p in tilings if p.fits_l1))
     cuttable = (p for p in tilings if all(map(limits.cuttable, p.steps)))
     tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
     return limits.require_any(what, limits.IN_L2, (p for p in tilings if _l2(p) <= limits.L2_BYTES))[0]
@@ -202,7 +229,7 @@ def tile(
 
 def _l2(p: Tiling) -> int:
     """Return the bytes of L2 that a column's steps, with the compiler's copies, and the result take."""
-    rows = p.tokens.count * (1 + (len(p.rows) if p.sandwich else 0))
+    rows = p.tokens.together * (1 + (len(p.rows) if p.sandwich else 0))
     return limits.copies(sum(p.steps)) * p.step_bytes + BF16 * p.cols * rows
 
 
@@ -220,26 +247,31 @@ def build(tiling: Tiling) -> AirModule:
     }
     rows = {name: p.tokens.shape(p.cols) if name in ACTIVATIONS else (p.cols,) for name in (*p.rows, "out")}
     b = air.Builder("feed_forward", weights | {name: air.memref_type(shape) for name, shape in rows.items()})
-    with b.launch(), b.segment():
-        _launch(b, p)
+    for first in range(0, p.tokens.count, p.tokens.together):
+        with b.launch(), b.segment():
+            _launch(b, p, first)
     return b.finish()
 
 
-def _launch(b: Builder, p: Tiling) -> None:
-    count = p.tokens.count
-    fed = b.channel((SHARES, 1), (SHARES, count))
+def _launch(b: Builder, p: Tiling, first: int) -> None:
+    """Compute the results of a launch's tokens, from token `first` on."""
+    count, each, height = p.tokens.together, p.tokens.each, p.tokens.herd_rows
+    fed = b.channel((SHARES, 1), (SHARES, height))
     _feed(b, p, fed)
-    rows, end = b.channel((1, count), (SHARES, count)), b.channel((1, count), (1, count))
-    _send_rows(b, p, rows)
-    with b.herd(SHARES, count) as (tx, ty):
-        _core(b, p, _Streams(fed, rows, b.cascade((SHARES - 1, count)), end), (tx, ty))
-    with b.alloc(air.L2, (count, p.cols)) as (out,):
-        if count > 1:
-            with b.parallel(1, count) as (tx, ty):
-                b.get(end, (tx, ty), out.at((ty, 1, p.cols), (0, p.cols, 1)))
+    rows, end = b.channel((1, height), (SHARES, height)), b.channel((1, height), (1, height))
+    _send_rows(b, p, rows, first)
+    with b.herd(SHARES, height) as (tx, ty):
+        _core(b, p, _Streams(fed, rows, b.cascade((SHARES - 1, height)), end), (tx, ty))
+    width = each * p.cols
+    with b.alloc(air.L2, (height, width)) as (out,):
+        if height > 1:
+            with b.parallel(1, height) as (tx, ty):
+                b.get(end, (tx, ty), out.at((ty, 1, width), (0, width, 1)))
         else:
             b.get(end, (0, 0), out)
-        at = ((0, count, p.cols),) if count > 1 else ()
+        at: tuple[tuple[Number, int, int], ...] = ((first, count, p.cols),) if p.tokens != ONE else ()
+        if each > 1:  # The compiler cuts the transfer by rows of cores.
+            at = (first // each, height, width), (0, each, p.cols)
         b.dma(b.args["out"].at(*at, (0, p.cols, 1)), out)
 
 
@@ -257,28 +289,31 @@ class _Streams:
     """Takes the result out of the last core."""
 
 
-def _send_rows(b: Builder, p: Tiling, rows: Channel) -> None:
+def _send_rows(b: Builder, p: Tiling, rows: Channel, first: int) -> None:
     """Send the rows to all cores. More than a channel of a shim can queue come by way of L2, on two channels."""
-    count = p.tokens.count
+    count, each, height = p.tokens.together, p.tokens.each, p.tokens.herd_rows
     if len(p.rows) <= limits.QUEUE_DEPTH:
-        for row in range(count):
+        for row in range(height):
             for name in p.rows:
-                b.put(rows, (0, row), _rows(b, p, name, row))
+                b.put(rows, (0, row), _rows(b, p, name, first + row * each, each))
         return
     staged = b.channel((2, 1), (2, 1))
     for number, name in enumerate(p.rows):
-        b.put(staged, (number % 2, 0), _rows(b, p, name, 0, count))
+        b.put(staged, (number % 2, 0), _rows(b, p, name, first, count))
     for number, name in enumerate(p.rows):
         several = name in ACTIVATIONS and count > 1
+        together = each if name == p.rows[0] else 1
         with b.alloc(air.L2, (count if several else 1, p.cols)) as (held,):
             b.get(staged, (number % 2, 0), held)
-            for row in range(count):
-                b.put(rows, (0, row), held.at((row, 1, p.cols), (0, p.cols, 1)) if several else held)
+            for row in range(height):
+                for token in range(row * each, (row + 1) * each, together) if several else (0,):
+                    part = held.at((token, together, p.cols), (0, p.cols, 1)) if several else held
+                    b.put(rows, (0, row), part)
 
 
 def _rows(b: Builder, p: Tiling, name: str, first: int, count: int = 1) -> MemRef:
     """Return the rows of `count` tokens in an argument, or the one row that all tokens share."""
-    at = ((first, count, p.cols),) if p.tokens.count > 1 and name in ACTIVATIONS else ()
+    at = ((first, count, p.cols),) if p.tokens != ONE and name in ACTIVATIONS else ()
     return b.args[name].at(*at, (0, p.cols, 1))
 
 
@@ -301,24 +336,34 @@ def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
 
 def _core(b: Builder, p: Tiling, streams: _Streams, tile: tuple[Index, Index]) -> None:
     """Compute the core's share of all sums, then add those of the cores before it, part by part."""
-    row, inputs, part = max(p.network.pairs.inputs, p.outputs), p.network.pairs.inputs, p.outputs // PARTS
-    of_sums: tuple[tuple[int], str] = ((2 * p.outputs,), "bf16") if p.sandwich else ((p.outputs,), "f32")
-    rows = [(row,), (inputs,), (p.inner,)]
+    inputs, part, each = p.network.pairs.inputs, p.outputs // PARTS, p.tokens.each
+    # What comes before there are sums lies in their place: of a sandwich, and of several tokens.
+    halves = p.sandwich or each > 1
+    of_sums: tuple[tuple[int], str] = ((each * 2 * p.outputs,), "bf16") if halves else ((p.outputs,), "f32")
+    rows = [((each - 1) * p.cols + p.row,), *([(inputs,)] if each == 1 else []), (each * p.inner,)]
     more = [(limits.aligned(p.cols, BF16),)] if p.sandwich else []
-    held = b.alloc(air.L1, *rows, ((p.acc,), "f32"), of_sums, ((part,), "f32"), *more)
-    with held as (x, normed, inner, acc, sums, others, *after):
-        begins = [(x, 0), (normed, 0), *([(sums, 0), (sums, p.outputs), (after[0], 0)] if after else ())]
-        for target, at in begins:
-            b.get(streams.rows, tile, target.at((at, p.cols, 1)))
+    held = b.alloc(air.L1, *rows, ((each * p.acc,), "f32"), of_sums, ((each * part,), "f32"), *more)
+    with held as buffers:
+        x, *own_norm, inner, acc, sums, others = buffers[: len(rows) + 3]
+        after = buffers[len(rows) + 3 :]
+        # Rows of a buffer that also sends come as one: else it would wait for as many results.
+        of_norm = (own_norm[0], 0) if own_norm else (sums, (2 * each - 1) * p.outputs)
+        begins = [(x, 0, each * p.cols), (*of_norm, p.cols)]
+        if p.sandwich:
+            begins += [(sums, 2 * at * p.outputs, p.cols) for at in range(each)]
+            begins += [(sums, p.outputs, p.cols), (after[0], 0, p.cols)]
+        for target, begin, size in begins:
+            b.get(streams.rows, tile, target.at((begin, size, 1)))
         # Buffers that only the loop uses would be moved into it, and doubled. So this call is given all of them.
-        b.call(p.variant, "feed_forward_begin", x, normed, acc, inner, *((sums, after[0]) if after else ()), p.norm.eps)
+        of_begin = (x, *own_norm, acc, inner, *((sums,) if halves else ()), *after)
+        b.call(p.variant, "feed_forward_begin", *of_begin, p.norm.eps)
         with b.loop(sum(p.network.chunks)) as j, b.alloc(air.L1, ((p.network.pairs.chunk_bytes,), "i8")) as (chunk,):
             b.get(streams.fed, tile, chunk)
-            b.call(p.variant, "feed_forward_step", chunk, normed, j, acc, inner, sums)
+            b.call(p.variant, "feed_forward_step", chunk, *own_norm, j, acc, inner, sums)
         for i in range(PARTS):
             _join(b, p, streams.chain, tile, i, (x, sums, others, *after))
         with b.where(tile[0], "eq", LAST):
-            b.put(streams.end, (0, tile[1]), x.at((0, p.cols, 1)))
+            b.put(streams.end, (0, tile[1]), x.at((0, each * p.cols, 1)))
 
 
 def _join(

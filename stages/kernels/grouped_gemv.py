@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Cost, rms_norm, silu_and_mul
-from stages.kernels.tokens import ACTIVATIONS, ONE, Tokens
+from stages.kernels.tokens import ACTIVATIONS, ONE, Tokens, in_rows
 from stages.weights.constants import BLOCK, GROUP
 from stages.weights.cut import Cut, padded_rows
 
@@ -105,9 +105,9 @@ class Tiling:
 
     @property
     def room(self) -> int:
-        """Bytes of L1 for outputs: those that two chunks, `x` and what comes with it, and sums leave for buffers."""
-        sums = F32 * self.sums + BF16 * self.panels * self.cut.lanes
-        return limits.BUFFER_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
+        """Bytes of L1 for outputs of a token: those that two chunks, `x` and what comes with it, and sums leave."""
+        sums = self.tokens.each * F32 * self.sums + BF16 * self.panels * self.cut.lanes
+        return (limits.BUFFER_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums) // self.tokens.each
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -117,17 +117,25 @@ class Tiling:
         return {"x": self.cols, **{name: size for name, size in sizes.items() if size}}
 
     @property
-    def places(self) -> Mapping[str, int]:
-        """Where each of `rows` begins in the memory of a core, in elements: `x` is padded to whole chunks."""
-        sizes = {**self.rows, "x": self.cut.inputs}
-        ends = itertools.accumulate((limits.aligned(size, BF16) for size in sizes.values()), initial=0)
-        return dict(zip(sizes, ends, strict=False))
+    def placed(self) -> Mapping[str, int]:
+        """Elements that a row of each of `rows` takes in the memory of a core: `x` is padded to whole chunks."""
+        return {name: limits.aligned(size, BF16) for name, size in {**self.rows, "x": self.cut.inputs}.items()}
+
+    @property
+    def rows_of_core(self) -> Mapping[tuple[str, int], int]:
+        """Where rows begin in the memory of a core, in elements, by argument and token of the core.
+
+        Of arguments that all tokens share there is that of the first.
+        """
+        rows = [(name, at) for name in self.rows for at in range(self.tokens.each if name in ACTIVATIONS else 1)]
+        ends = itertools.accumulate((self.placed[name] for name, _ in rows), initial=0)
+        return dict(zip(rows, ends, strict=False))
 
     @property
     def width(self) -> int:
         """Elements of `x` and what comes with it."""
-        last = list(self.rows)[-1]
-        return self.places[last] + limits.aligned(self.cut.inputs if last == "x" else self.rows[last], BF16)
+        (name, _), begin = list(self.rows_of_core.items())[-1]
+        return begin + self.placed[name]
 
     @property
     def sums(self) -> int:
@@ -140,6 +148,7 @@ class Tiling:
     @property
     def variant(self) -> Variant:
         shape = {"COLS": self.cols, "OUTS": self.kept, "STEPS": self.cut.chunks, **macros(self.cut)}
+        shape |= self.tokens.macros
         if self.pairs:
             shape["PANELS"] = self.panels
         if self.adds:
@@ -157,11 +166,11 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        norm = self.norm.vectors(self.cols) if self.norm else 0
+        norm, each = self.norm.vectors(self.cols) if self.norm else 0, self.tokens.each
         return {
-            "grouped_gemv_begin": Cost(vectors=norm + FIXED * self.cut.inputs // GROUP),
+            "grouped_gemv_begin": Cost(vectors=each * (norm + FIXED * self.cut.inputs // GROUP)),
             "grouped_gemv_step": Cost(
-                vectors=-(-self.output_vectors // self.core_chunks), scheduled=chunk_vectors(self.cut)
+                vectors=-(-each * self.output_vectors // self.core_chunks), scheduled=chunk_vectors(self.cut, each)
             ),
         }
 
@@ -192,11 +201,15 @@ FIXED = 28
 """Vector operations that convert a group of inputs to fixed point."""
 
 
-def chunk_vectors(cut: Cut) -> int:
-    """Return the vector operations of a chunk's products."""
+def chunk_vectors(cut: Cut, each: int = 1) -> int:
+    """Return the vector operations of a chunk's products with the inputs of `each` tokens.
+
+    They share the operations on blocks: the matrix unit takes the inputs of all as rows.
+    """
     per_block, per_group, per_chunk = _VECTORS[cut.grouped.numbers.bits]
     blocks = GROUP * cut.lanes // BLOCK**2
-    return cut.chunk_groups * (blocks * per_block + 2 * cut.lanes // BLOCK + per_group) + per_chunk
+    of_token = cut.chunk_groups * (2 * cut.lanes // BLOCK + per_group) + per_chunk
+    return cut.chunk_groups * blocks * per_block + each * of_token
 
 
 def macros(cut: Cut) -> dict[str, int]:
@@ -218,8 +231,8 @@ def tile(
 ) -> Tiling:
     """Choose the number of cores with the least time: at some point loading one more takes longer than it saves.
 
-    `cut`: `Format.cut` of the weight's format. Other arguments as in `Tiling`. Outputs in f32 are logits, whose rows
-    are padded so that they fill the array. UserError names the limit that no herd meets.
+    `cut`: `Format.cut` of the weight's format. Other arguments as in `Tiling`, but tokens are divided here.
+    Outputs in f32 are logits, whose rows are padded so that they fill the array. UserError names the limit that no herd meets.
     """
     what = f"gemv {out_cols}x{cols}"
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -231,7 +244,9 @@ def tile(
         if matrix.panels % (columns * rows) == 0
     ]
     tilings = [
-        Tiling(matrix, out_cols, cols, dtype, *herd, pairs, norm, adds, biased=biased, tokens=tokens) for herd in herds
+        Tiling(matrix, out_cols, cols, dtype, *herd, pairs, norm, adds, biased=biased, tokens=way)
+        for way in in_rows(tokens.count)
+        for herd in herds
     ]
     placeable = (p for p in tilings if all(_terminates(p, steps) for steps in p.launches))
     tilings = limits.require_any(what, "a herd that the compiler can place", placeable)
@@ -273,7 +288,7 @@ def _operations(p: Tiling) -> float:
     products = p.panels * p.cut.chunks * p.costs["grouped_gemv_step"].scheduled
     stream = p.herd_rows * p.core_bytes
     longest = max(products, stream / _BYTES, p.columns * stream / _ARRAY_BYTES)
-    return len(p.launches) * math.prod(p.herd) * LOAD_OPERATIONS + p.steps * longest
+    return p.tokens.launches * (len(p.launches) * math.prod(p.herd) * LOAD_OPERATIONS + p.steps * longest)
 
 
 def _l2(p: Tiling) -> int:
@@ -282,7 +297,7 @@ def _l2(p: Tiling) -> int:
     The compiler puts herds of up to `limits.ROWS` cores into one column, whose L2 then holds the panels of all.
     """
     panels = max(map(limits.copies, p.launches)) * p.herd_rows * p.core_bytes
-    outputs = p.herd_rows * p.tokens.count * p.kept * p.element
+    outputs = p.herd_rows * p.tokens.together * p.kept * p.element
     return (panels + outputs) * (p.columns if math.prod(p.herd) <= limits.ROWS else 1)
 
 
@@ -300,44 +315,53 @@ def build(tiling: Tiling) -> AirModule:
         name: air.memref_type(p.tokens.shape(size) if name in ACTIVATIONS else (size,)) for name, size in p.rows.items()
     }
     b = air.Builder("gemv", shapes | {"out": air.memref_type(p.tokens.shape(p.cut.panels * p.cut.lanes), p.dtype)})
-    start = 0
-    for steps in p.launches:
-        with b.launch(), b.segment():
-            _launch(b, p, start, steps)
-        start += steps
+    for first in range(0, p.tokens.count, p.tokens.together):
+        start = 0
+        for steps in p.launches:
+            with b.launch(), b.segment():
+                _launch(b, p, start, steps, first)
+            start += steps
     return b.finish()
 
 
-def _launch(b: Builder, p: Tiling, start: int, steps: int) -> None:
-    """Compute the outputs of `steps` steps from step `start` on."""
-    lanes, count = p.cut.lanes, p.tokens.count
+def _launch(b: Builder, p: Tiling, start: int, steps: int, first: int) -> None:
+    """Compute the outputs of `steps` steps from step `start` on, of a launch's tokens from token `first` on."""
+    lanes, count, each = p.cut.lanes, p.tokens.together, p.tokens.each
+    several = p.tokens != ONE
     outputs, column = steps * lanes, p.steps * p.herd_rows * lanes
     run = p.herd_rows * outputs
     fed = b.channel((p.columns, p.herd_rows), p.herd)
     with b.alloc(air.L2, ((p.columns, p.herd_rows * p.core_bytes), "i8")) as (panels,), b.loop(steps) as step:
         _feed(b, p, fed, panels, step + start)
-    rows = b.channel((1, count), p.herd)
-    for token in range(count):
+    rows = b.channel((1, p.tokens.herd_rows), p.herd)
+    for row in range(p.tokens.herd_rows):
         for name, size in p.rows.items():
-            own = ((token, 1, size),) if count > 1 and name in ACTIVATIONS else ()
-            b.put(rows, (0, token), b.args[name].at(*own, (0, size, 1)))
+            token = first + row * each
+            if not (several and name in ACTIVATIONS):
+                b.put(rows, (0, row), b.args[name].at((0, size, 1)))
+            elif each == 1:
+                b.put(rows, (0, row), b.args[name].at((token, 1, size), (0, size, 1)))
+            else:
+                with b.loop(each) as i:
+                    b.put(rows, (0, row), b.args[name].at((token + i, 1, size), (0, size, 1)))
     with b.alloc(air.L2, ((p.columns, count * run), p.dtype)) as (out,):
+        held = (each * p.sums,), (each * p.kept,)
         with (
             b.herd(*p.herd) as tile,
-            b.alloc(air.L1, (p.width,), ((p.sums,), "f32"), ((p.kept,), p.dtype)) as (x, acc, kept),
+            b.alloc(air.L1, (p.width,), (held[0], "f32"), (held[1], p.dtype)) as (x, acc, kept),
         ):
-            b.get(rows, tile, x if p.width == p.cols else x.at((0, p.cols, 1)))
-            for name, size in list(p.rows.items())[1:]:
-                b.get(rows, tile, x.at((p.places[name], size, 1)))
+            for (name, _), begin in p.rows_of_core.items():
+                b.get(rows, tile, x if p.width == p.rows[name] else x.at((begin, p.rows[name], 1)))
             # Sums that only the loop uses would be moved into it, and doubled. So this call is given them.
             b.call(p.variant, "grouped_gemv_begin", x, acc, *((p.norm.eps,) if p.norm else ()))
             _multiply(b, p, start, steps, fed, tile, x, acc, kept)
             place: tuple[tuple[Number, int, int], ...]
             place = ((tile[0], 1, run), (0, steps, p.herd_rows * lanes), (tile[1], 1, lanes), (0, lanes, 1))
-            if count > 1:
-                place = ((tile[0], 1, count * run), (tile[1], 1, run), (0, run, 1))
-            b.dma(out.at(*place), kept if outputs == p.kept else kept.at((0, outputs, 1)))
-        tokens = ((0, count, p.cut.panels * lanes),) if count > 1 else ()
+            if several:
+                place = ((tile[0], 1, count * run), (tile[1], 1, each * run), (0, each * run, 1))
+            of_tokens = ((0, each, p.kept),) if each > 1 else ()
+            b.dma(out.at(*place), kept if outputs == p.kept else kept.at(*of_tokens, (0, outputs, 1)))
+        tokens = ((first, count, p.cut.panels * lanes),) if several else ()
         b.dma(b.args["out"].at((0, p.columns, column), *tokens, (start * p.herd_rows * lanes, run, 1)), out)
 
 

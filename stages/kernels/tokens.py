@@ -6,10 +6,11 @@ just what it computes where there is one, in the same order, so that its bits ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stages.air import limits
 from stages.engine.lazy import np
 from stages.kernels import Kernel, Param, Sizes, Tiling
 
@@ -19,7 +20,6 @@ class Tokens:
     """The tokens of a step, and how they are divided."""
 
     count: int
-    """No more than there are rows of cores."""
     each: int = 1
     """Tokens of a core in a launch."""
     launches: int = 1
@@ -35,6 +35,11 @@ class Tokens:
         """Rows of cores that have tokens of their own."""
         return self.together // self.each
 
+    @property
+    def macros(self) -> dict[str, int]:
+        """Return what tile functions are compiled with where a core has several tokens."""
+        return {"TOKENS": self.each} if self.each > 1 else {}
+
     def shape(self, *width: int) -> tuple[int, ...]:
         """Return the shape of an activation of so many elements a token."""
         return (self.count, *width) if self.count > 1 else width
@@ -47,9 +52,16 @@ class Tokens:
 
 ONE = Tokens(1)
 
-COUNTS = (4,)
-"""Numbers of tokens that programs can take at once. Two fit as well, but mlir-air of 2026-05-08 crashes on some
-of their attention every other time."""
+COUNTS = (2, 4, 8)
+"""Numbers of tokens that programs can take at once."""
+
+
+def in_rows(count: int) -> Iterator[Tokens]:
+    """Yield how tokens are divided among the rows of cores, the fewest launches first: each reads all weights."""
+    for launches in limits.divisors(count)[::-1]:
+        together = count // launches
+        yield Tokens(count, together // limits.divisors(together, 1, limits.ROWS)[0], launches)
+
 
 PREFIX = "batched_"
 """What the names of kernels of several tokens begin with, after the format."""
