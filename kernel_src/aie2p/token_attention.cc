@@ -108,8 +108,8 @@ void insert(const Cached *row, int32 at, Cached *kv) {
 
 #ifdef TOKENS
 
-// TOKENS tokens at consecutive positions, without NORM. table: a row of each, as above. fresh: of each the group's part of its
-// row of the cache; then their positions, i32.
+// TOKENS tokens at consecutive positions. table: a row of each, as above; NORM: norms bf16 [2][HD], of Q and of K. fresh: of
+// each the group's part of its row of the cache; then their positions, i32.
 
 constexpr unsigned ANGLES = HD + LAYOUT_POSITION / 2;
 
@@ -122,20 +122,20 @@ bfloat16 *rows_of(bfloat16 *rows, [[maybe_unused]] int32 index) {
 #endif
 }
 
-extern "C" void AIE_FN(ta_row)(bfloat16 *rows, const float *table, int32 group, int32 index,
-                               Cached *fresh) {
+extern "C" void AIE_FN(ta_row)(bfloat16 *rows NORMED(, const bfloat16 *norms), const float *table, int32 group, int32 index,
+                               Cached *fresh NORMED(, float eps)) {
     use_nearest_even();
     table += index * ANGLES;
-    take_row(rows_of(rows, index), table, group, fresh + index * KV_ROW);
+    take_row(rows_of(rows, index), table, group, fresh + index * KV_ROW NORMED(, norms + HD, eps));
     reinterpret_cast<int32 *>(fresh + TOKENS * KV_ROW)[index] = position_of(table);
 }
 
 // Of the token `own`, when it comes.
-extern "C" void AIE_FN(ta_queries)(bfloat16 *rows, const float *table, int32 group, int32 index, int32 own, bfloat16 *q,
-                                   float *acc, float *stats) {
+extern "C" void AIE_FN(ta_queries)(bfloat16 *rows NORMED(, const bfloat16 *norms), const float *table, int32 group,
+                                   int32 index, int32 own, bfloat16 *q, float *acc, float *stats NORMED(, float eps)) {
     if (index != own) return;
     use_nearest_even();
-    take_queries(rows_of(rows, own), table + own * ANGLES, group, q, acc, stats);
+    take_queries(rows_of(rows, own), table + own * ANGLES, group, q, acc, stats NORMED(, norms, eps));
 }
 
 extern "C" void AIE_FN(ta_step)(const Cached *fresh, int32 own, int32 k_row, Cached *kv, const bfloat16 *q, float *acc,

@@ -88,14 +88,18 @@ def reference_norm(
 
 
 def _reference_batched(one: Callable[..., tuple[np.ndarray, np.ndarray]], stored: str) -> Callable[..., Any]:
-    """Return the reference of attention of several tokens, each of which attends to those before it, too."""
+    """Return the reference of attention of several tokens, each of which attends to those before it, too.
+
+    Weights of norms come as one, `[2 * head_dim]`.
+    """
 
     def reference(
         x: np.ndarray, table: np.ndarray, *norms: np.ndarray, pos: int, k: np.ndarray, v: np.ndarray, **scalars: Any
     ) -> tuple[np.ndarray, np.ndarray]:
         outs, rows = [], []
+        of_heads = [half for joined in norms for half in np.split(joined, len(_NORMS))]
         for token, row_of_x in enumerate(x):
-            out, row = one(row_of_x[None], table, *norms, pos=pos + token, k=k, v=v, **scalars)
+            out, row = one(row_of_x[None], table, *of_heads, pos=pos + token, k=k, v=v, **scalars)
             k, v = (
                 np.concatenate([cached[: pos + token], half.reshape(1, -1)])
                 for half, cached in zip(kv_rows.values(row, stored), (k, v), strict=True)
@@ -338,11 +342,9 @@ def tile_sliding(
 def several(one: Tiling, tokens: Tokens) -> Tiling:
     """Return how the attention of several tokens is divided, given that of one: with the same tiles of keys.
 
-    So each has the bits that it has alone. Raises UserError if a core has no room for that, or with weights of norms,
-    which are too many transfers.
+    So each has the bits that it has alone. Raises UserError if a core has no room for that.
     """
     what = f"{one}, of {tokens.count} tokens"
-    limits.require(what, "tasks at a channel", _TASKS + (len(_NORMS) if one.norm else 0), limits.QUEUE_DEPTH)
     window = one.scores.positions(tokens.count, one.tile_k) if one.slides else one.window
     ways = [
         # The compiler puts herds of two to four cores into one column, where the keys of two heads lose their order.
@@ -358,9 +360,6 @@ def _ways(count: int) -> Iterator[tuple[int, Tokens]]:
         for rows in limits.divisors(count // launches, 1, _TOKEN_ROWS):
             yield rows, Tokens(count, count // (launches * rows), launches)
 
-
-_TASKS = 3
-"""Tasks that send Q, K and V of all tokens, and their rows of the table."""
 
 _TOKEN_ROWS = 2
 """Rows of cores among which tokens are divided: four streams lead from a column's cores to its memory tile, and each
@@ -400,11 +399,13 @@ def build(tiling: Tiling) -> AirModule:
     `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`. `table`: f32 `[head_dim + POSITION / 2]`, the row of the token's
     position, which follows the angles as i32. `q_norm`, `k_norm`: bf16 `[head_dim]`. `kv`: `[window][kv_row]`, the
     cache in `view`. `out`: bf16 `[heads * head_dim]`. `row`: `[kv_row]`, the position's row of the cache. With several
-    tokens, `x`, `table`, `out` and `row` have them as their first dimension.
+    tokens, `x`, `table`, `out` and `row` have them as their first dimension, and the norms' weights are one argument
+    `qk_norm`, bf16 `[2 * head_dim]`: a channel queues no more transfers than with that.
     """
     p = tiling
     # In the order in which a core uses them.
-    norms = dict.fromkeys(_NORMS, p.head_dim) if p.norm else {}
+    separate, joined = dict.fromkeys(_NORMS, p.head_dim), {_JOINED: len(_NORMS) * p.head_dim}
+    norms = (separate if p.tokens == ONE else joined) if p.norm else {}
     given = {"x": p.width, **norms, "table": p.angles}
     shapes = {name: (size,) if name in norms else p.tokens.shape(size) for name, size in given.items()}
     shapes |= {"kv": (p.window, p.kv_row), "out": p.tokens.shape(p.heads * p.head_dim), "row": p.tokens.shape(p.kv_row)}
@@ -427,7 +428,7 @@ def build(tiling: Tiling) -> AirModule:
     return b.finish()
 
 
-_NORMS = ("q_norm", "k_norm")
+_NORMS, _JOINED = ("q_norm", "k_norm"), "qk_norm"
 
 
 def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_head: Index) -> None:
@@ -465,6 +466,8 @@ def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
     herd = p.columns, p.tokens.herd_rows
     rows = b.channel((1, 1), herd)
     b.put(rows, (0, 0), b.args["table"].at((0, count * p.angles, 1)))
+    if p.norm:
+        b.put(rows, (0, 0), b.args[_JOINED].at((0, len(_NORMS) * p.head_dim, 1)))
     if p.gathers:
         b.put(rows, (0, 0), b.args["x"].at((0, p.inputs, 1)))
     else:
@@ -497,18 +500,20 @@ def _attend_own(
     of_token: list[tuple[int, ...] | tuple[tuple[int, ...], str]]
     of_token = [blocks, ((p.queries, d), "f32"), (_stats(p), "f32")]
     new_rows, weights = ((p.fresh,), p.kv_dtype), (_scores(p), "f32")
+    norm, eps = ([(len(_NORMS) * d,)], [p.norm.eps]) if p.norm else ([], [])
     with (
         b.alloc(air.L1, new_rows, weights, *of_token * each) as (fresh, scores, *buffers),
-        b.alloc(air.L1, ((count * p.angles,), "f32"), (p.inputs,)) as (table, x),
+        b.alloc(air.L1, ((count * p.angles,), "f32"), (p.inputs,), *norm) as (table, x, *norms),
     ):
         own = [(ty * each + (start + token), buffers[3 * token : 3 * token + 3]) for token in range(each)]
-        b.get(rows, tile, table)
+        for given in (table, *norms):
+            b.get(rows, tile, given)
         for i in range(count):
             if i == 0 or not p.gathers:
                 b.get(rows, tile, x)
-            b.call(p.variant, "ta_row", x, table, kv_head, i, fresh)
+            b.call(p.variant, "ta_row", x, *norms, table, kv_head, i, fresh, *eps)
             for token, work in own:
-                b.call(p.variant, "ta_queries", x, table, kv_head, i, token, *work)
+                b.call(p.variant, "ta_queries", x, *norms, table, kv_head, i, token, *work, *eps)
         with flash_attention.tiles(b, p.steps, p, kv_head) as (j, kv):
             for token, work in own:
                 b.call(p.variant, "ta_step", fresh, token, j * p.tile_k, kv, *work, scores)
@@ -549,7 +554,7 @@ def _with_norm(tiled: Callable[..., Tiling], normed: bool, stored: str) -> Calla
 KERNELS = tuple(
     signature(
         f"{prefix}{name}",
-        ("x", Arg("table", "f32"), *norms, Arg("kv", stored)),
+        ("x", Arg("table", "f32"), *((_JOINED,) if prefix and norms else norms), Arg("kv", stored)),
         f"{rows}window pos {flash_attention.PARAMS}{scalars}",
         _reference_batched(partial(computes, stored=stored), stored) if prefix else partial(computes, stored=stored),
         writes=("out", Arg("row", stored, written=True)),

@@ -556,8 +556,12 @@ def _token_attn(d: Described, rows: _Rows) -> PartBuilder:
     args = {"x": qkv, "table": table, "kv": kv, "out": out, "row": row}
     kernel, scalars, norm = "token_attention", d.attention, d.mixer.qk_norm
     if norm:
-        args |= {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
         kernel, scalars = f"norm_{kernel}", scalars | norm.scalars_of_results
+        if rows.rows == 1:
+            args |= {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
+        else:
+            buffer = d.tensors(QK_NORMS)
+            args["qk_norm"] = b.slot("qk_norm_w", ("qk_norms_dim",), "weight", buffer=buffer, joins=QK_NORMS)
     b.launch(rows.kernel(kernel), args, window="window", pos="pos", **rows.sizes, **scalars)
     return b
 
