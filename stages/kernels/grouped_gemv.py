@@ -232,7 +232,8 @@ def tile(
     """Choose the number of cores with the least time: at some point loading one more takes longer than it saves.
 
     `cut`: `Format.cut` of the weight's format. Other arguments as in `Tiling`, but tokens are divided here.
-    Outputs in f32 are logits, whose rows are padded so that they fill the array. UserError names the limit that no herd meets.
+    Outputs in f32 are logits, whose rows are padded so that they fill the array. UserError names the limit that no herd
+    meets.
     """
     what = f"gemv {out_cols}x{cols}"
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)

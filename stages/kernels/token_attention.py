@@ -136,7 +136,8 @@ class Tiling(kv_rows.Heads):
     of keys to which it belongs, because DDR may contain the old row or the new one when the tile is read.
 
     With several tokens, the cores of a column are given the same keys and have tokens of their own (`Tokens`). Each
-    rotates K of all tokens, because later tokens attend to earlier ones.
+    rotates K of all tokens of its launch, because later tokens attend to earlier ones. Those of an earlier launch are in
+    DDR by then.
     """
 
     window: int
@@ -190,9 +191,9 @@ class Tiling(kv_rows.Heads):
 
     @property
     def fresh(self) -> int:
-        """Elements of the cache's rows of all tokens for a KV head, and of their positions after them."""
+        """Elements of the cache's rows of a launch's tokens for a KV head, and of their positions after them."""
         element = SIZES[self.kv_dtype]
-        count = self.tokens.count
+        count = self.tokens.together
         return limits.aligned(count * self.kv_head, element) + limits.aligned(count * POSITION, element)
 
     @property
@@ -208,7 +209,7 @@ class Tiling(kv_rows.Heads):
     @property
     def inputs(self) -> int:
         """Elements of Q, K and V on a core."""
-        return self.width * (self.tokens.count if self.gathers else 1)
+        return self.width * (self.tokens.together if self.gathers else 1)
 
     @property
     def steps(self) -> int:
@@ -229,7 +230,7 @@ class Tiling(kv_rows.Heads):
         heads = {"HEADS": self.heads, "KV_HEADS": self.kv_heads}
         norm = {"NORM": 1, **self.norm.macros} if self.norm else {}
         slides = {"SLIDES": 1} if self.slides else {}
-        several = {"TOKENS": self.tokens.count} if self.tokens != ONE else {}
+        several = {"TOKENS": self.tokens.together} if self.tokens != ONE else {}
         several |= {"GATHERED": 1} if self.gathers else {}
         macros = heads | sizes | self.scores.macros | norm | slides | several | kv_rows.macros(self.stored)
         return air.Variant.of("token_attention", **macros)
@@ -264,7 +265,7 @@ class Tiling(kv_rows.Heads):
             step = Cost(2 * self.queries * self.tile_k * self.head_dim, vectors=vectors)
         begin = {"ta_init": Cost(vectors=self._rotation(self.group + 1) + into_blocks + row)}
         if self.tokens != ONE:
-            share = 1 / self.tokens.count
+            share = 1 / self.tokens.together
             queries = Cost(vectors=self._rotation(self.group) + into_blocks, share=share)
             begin = {"ta_row": Cost(vectors=self._rotation(1) + row), "ta_queries": queries}
         return {
@@ -350,6 +351,8 @@ def several(one: Tiling, tokens: Tokens) -> Tiling:
         # The compiler puts herds of two to four cores into one column, where the keys of two heads lose their order.
         replace(one, window=window, tokens=way, columns=one.columns if one.columns * rows > limits.ROWS else 1)
         for rows, way in _ways(tokens.count)
+        # A core derives where a view begins from the first token of its launch.
+        if way.launches == 1 or not one.slides
     ]
     return limits.require_any(what, limits.IN_L1, filter(_fits, ways))[0]
 
@@ -374,12 +377,12 @@ def _fits(p: Tiling) -> bool:
     accumulators, maxima and sums; keys, values and scores, which the compiler copies because only the loop over the
     keys uses them.
     """
-    count, each, element = p.tokens.count, p.tokens.each, SIZES[p.kv_dtype]
+    count, each, element = p.tokens.together, p.tokens.each, SIZES[p.kv_dtype]
     own = BF16 * p.group * p.head_dim + (BF16 + F32) * p.queries * p.head_dim + F32 * math.prod(_stats(p))
     return limits.fits_l1(
         limits.aligned(BF16 * p.inputs) + limits.aligned(count * F32 * p.angles),
         BF16 * 2 * p.head_dim if p.norm else 0,
-        element * p.fresh if count > 1 else 0,
+        element * p.fresh if p.tokens != ONE else 0,
         each * (own + limits.aligned(element * p.kv_head)),
         limits.copies(p.steps) * (element * p.kv_head * p.tile_k + F32 * math.prod(_scores(p))),
     )
@@ -462,22 +465,22 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
 
 def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
     """Compute the attention of a launch's tokens, from `token` on, for a KV head a column, from head `first` on."""
-    count, width = p.tokens.count, p.group * p.head_dim
+    together, width = p.tokens.together, p.group * p.head_dim
     herd = p.columns, p.tokens.herd_rows
     rows = b.channel((1, 1), herd)
-    b.put(rows, (0, 0), b.args["table"].at((0, count * p.angles, 1)))
+    b.put(rows, (0, 0), b.args["table"].at((token * p.angles, together * p.angles, 1)))
     if p.norm:
         b.put(rows, (0, 0), b.args[_JOINED].at((0, len(_NORMS) * p.head_dim, 1)))
     if p.gathers:
-        b.put(rows, (0, 0), b.args["x"].at((0, p.inputs, 1)))
+        b.put(rows, (0, 0), b.args["x"].at((token * p.width, p.inputs, 1)))
     else:
-        with b.loop(count) as i:
-            b.put(rows, (0, 0), b.args["x"].at((i, 1, p.width), (0, p.width, 1)))
-    together = p.tokens.together
+        with b.loop(together) as i:
+            row = i + token if token else i
+            b.put(rows, (0, 0), b.args["x"].at((row, 1, p.width), (0, p.width, 1)))
     rows_of_head = (p.columns, together * p.kv_head), p.kv_dtype
     with b.alloc(air.L2, rows_of_head, (p.columns, together * width)) as results:
         with b.herd(*herd) as tile:
-            _attend_own(b, p, rows, tile, first, token, results)
+            _attend_own(b, p, rows, tile, first, results)
         # The compiler cuts these transfers by column and drops an offset of that dimension, so the offset stays 0.
         sizes, wholes = (p.kv_head, width), (p.kv_row, p.heads * p.head_dim)
         for name, size, whole, result in zip(("row", "out"), sizes, wholes, results, strict=True):
@@ -485,16 +488,15 @@ def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
 
 
 def _attend_own(
-    b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], first: int, start: int, results: Sequence[MemRef]
+    b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], first: int, results: Sequence[MemRef]
 ) -> None:
-    """Rotate K of all tokens and the queries of a core's own, then compute the attention of these over all key tiles.
+    """Rotate K of a launch's tokens and the queries of a core's own, then compute these tokens' attention over all keys.
 
     Args:
         first: the KV head of the first column.
-        start: the launch's first token.
         results: the cache's rows, and the results, each `[columns][tokens of the launch * elements]` in L2.
     """
-    count, each, (tx, ty) = p.tokens.count, p.tokens.each, tile
+    count, each, (tx, ty) = p.tokens.together, p.tokens.each, tile
     d, width, kv_head = p.head_dim, p.group * p.head_dim, tx + first
     blocks = (p.queries // p.unit, d // limits.BLOCK, p.unit, limits.BLOCK)
     of_token: list[tuple[int, ...] | tuple[tuple[int, ...], str]]
@@ -505,7 +507,7 @@ def _attend_own(
         b.alloc(air.L1, new_rows, weights, *of_token * each) as (fresh, scores, *buffers),
         b.alloc(air.L1, ((count * p.angles,), "f32"), (p.inputs,), *norm) as (table, x, *norms),
     ):
-        own = [(ty * each + (start + token), buffers[3 * token : 3 * token + 3]) for token in range(each)]
+        own = [(ty * each + token, buffers[3 * token : 3 * token + 3]) for token in range(each)]
         for given in (table, *norms):
             b.get(rows, tile, given)
         for i in range(count):
