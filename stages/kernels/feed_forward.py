@@ -20,7 +20,7 @@ from stages.weights.constants import GROUP
 from stages.weights.cut import PARTS, SHARES, FeedForward
 
 if TYPE_CHECKING:
-    from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
+    from stages.air import AirModule, Builder, Channel, Index, MemRef, Variant
     from stages.weights.format import Format
 
 
@@ -269,10 +269,11 @@ def _launch(b: Builder, p: Tiling, first: int) -> None:
                 b.get(end, (tx, ty), out.at((ty, 1, width), (0, width, 1)))
         else:
             b.get(end, (0, 0), out)
-        at: tuple[tuple[Number, int, int], ...] = ((first, count, p.cols),) if p.tokens != ONE else ()
-        if each > 1:  # The compiler cuts the transfer by rows of cores.
-            at = (first // each, height, width), (0, each, p.cols)
-        b.dma(b.args["out"].at(*at, (0, p.cols, 1)), out)
+        # The compiler cuts the transfer by rows of cores and drops an offset of that dimension, so the offset stays 0.
+        at: tuple[tuple[int, int, int], ...] = ((0, count, p.cols),) if p.tokens != ONE else ()
+        if each > 1:
+            at = (0, height, width), (0, each, p.cols)
+        b.dma(b.args["out"].at(*at, (first * p.cols, p.cols, 1)), out)
 
 
 @dataclass(frozen=True)

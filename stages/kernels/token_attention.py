@@ -136,8 +136,8 @@ class Tiling(kv_rows.Heads):
     of keys to which it belongs, because DDR may contain the old row or the new one when the tile is read.
 
     With several tokens, the cores of a column are given the same keys and have tokens of their own (`Tokens`). Each
-    rotates K of all tokens of its launch, because later tokens attend to earlier ones. Those of an earlier launch are in
-    DDR by then.
+    rotates K of all tokens of its launch, because later tokens attend to earlier ones. Rows of an earlier launch's are
+    in DDR by then.
     """
 
     window: int
@@ -490,7 +490,7 @@ def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
 def _attend_own(
     b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], first: int, results: Sequence[MemRef]
 ) -> None:
-    """Rotate K of a launch's tokens and the queries of a core's own, then compute these tokens' attention over all keys.
+    """Rotate K of a launch's tokens and the queries of a core's own, then compute attention of these over all keys.
 
     Args:
         first: the KV head of the first column.
@@ -516,7 +516,9 @@ def _attend_own(
             b.call(p.variant, "ta_row", x, *norms, table, kv_head, i, fresh, *eps)
             for token, work in own:
                 b.call(p.variant, "ta_queries", x, *norms, table, kv_head, i, token, *work, *eps)
-        with flash_attention.tiles(b, p.steps, p, kv_head) as (j, kv):
+        # Of cores with one token, mlir-air of 2026-05-08 crashed now and then where the loop computed this.
+        element = kv_head * p.kv_head if each == 1 else None
+        with flash_attention.tiles(b, p.steps, p, kv_head, element) as (j, kv):
             for token, work in own:
                 b.call(p.variant, "ta_step", fresh, token, j * p.tile_k, kv, *work, scores)
         kept = limits.aligned(each * p.kv_head, SIZES[p.kv_dtype])

@@ -216,8 +216,10 @@ def link(job: Job, scratch: Path, failed_log: Path) -> str:
         shutil.copyfile(path, scratch / name)
     started = time.monotonic()
     status, log = _run(command_line(job), scratch)
-    if status == -signal.SIGSEGV:
-        # Some passes iterate in the order of addresses: the same module may pass at the second attempt.
+    tries = 1
+    while status == -signal.SIGSEGV and tries < _TRIES:
+        # Some passes iterate in the order of addresses: the same module may pass at the next attempt.
+        tries += 1
         status, log = _run_again(job, scratch, f"{log}\n{job.program}: aircc crashed (SIGSEGV), tried again\n")
     if status and _NO_ROOM in log:
         why = "no room after the buffers for static data, linked again with buffers one after the other"
@@ -229,6 +231,9 @@ def link(job: Job, scratch: Path, failed_log: Path) -> str:
     _leave_log(failed_log, header + log)
     raise UserError(f"{job.program}: {problem}: the whole log is {failed_log}")
 
+
+_TRIES = 4
+"""How often aircc is run that crashes, which takes it seconds: some modules pass every other time."""
 
 _NO_ROOM = "will not fit in region 'data'"
 """The linker's words where static data of a core finds no room. It puts it after the highest buffer, and the compiler
