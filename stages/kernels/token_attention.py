@@ -498,6 +498,8 @@ def _attend_own(
     """
     count, each, (tx, ty) = p.tokens.together, p.tokens.each, tile
     d, width, kv_head = p.head_dim, p.group * p.head_dim, tx + first
+    # Of cores with one token, mlir-air of 2026-05-08 crashes more often where the loop over keys computes this.
+    element = kv_head * p.kv_head if each == 1 else None
     blocks = (p.queries // p.unit, d // limits.BLOCK, p.unit, limits.BLOCK)
     of_token: list[tuple[int, ...] | tuple[tuple[int, ...], str]]
     of_token = [blocks, ((p.queries, d), "f32"), (_stats(p), "f32")]
@@ -516,8 +518,6 @@ def _attend_own(
             b.call(p.variant, "ta_row", x, *norms, table, kv_head, i, fresh, *eps)
             for token, work in own:
                 b.call(p.variant, "ta_queries", x, *norms, table, kv_head, i, token, *work, *eps)
-        # Of cores with one token, mlir-air of 2026-05-08 crashed now and then where the loop computed this.
-        element = kv_head * p.kv_head if each == 1 else None
         with flash_attention.tiles(b, p.steps, p, kv_head, element) as (j, kv):
             for token, work in own:
                 b.call(p.variant, "ta_step", fresh, token, j * p.tile_k, kv, *work, scores)

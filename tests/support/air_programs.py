@@ -42,6 +42,11 @@ TILINGS: dict[str, Callable[[], Tiling]] = {
     "attention in 8 bits": lambda: flash_attention.tile(512, 32, 8, 64, 4096, "int8_rows"),
     "attention of tokens": lambda: token_attention.several(token_attention.tile(512, 32, 8, 64), Tokens(4)),
     "attention of tokens in a column": lambda: token_attention.several(token_attention.tile(512, 4, 2, 64), Tokens(4)),
+    "attention of two tokens": lambda: token_attention.several(token_attention.tile(512, 32, 8, 64), Tokens(2)),
+    "attention of eight tokens": lambda: token_attention.several(token_attention.tile(512, 9, 3, 64), Tokens(8)),
+    "attention of tokens of norms": lambda: token_attention.several(
+        token_attention.tile(512, 16, 8, 128, rms_norm.Norm(1e-6)), Tokens(4)
+    ),
     "gemv": lambda: gemv.tile(576, 576),
     "gemv wide": lambda: gemv.tile(2048, 8192),
     "vocabulary": lambda: gemv.tile(49152, 960, "f32", blocked=False),

@@ -232,8 +232,9 @@ def link(job: Job, scratch: Path, failed_log: Path) -> str:
     raise UserError(f"{job.program}: {problem}: the whole log is {failed_log}")
 
 
-_TRIES = 4
-"""How often aircc is run that crashes, which takes it seconds: some modules pass every other time."""
+_TRIES = 8
+"""How often aircc is run that crashes, which takes it seconds: attention of two rows of cores with a token
+each makes up to three runs of four crash (mlir-air of 2026-05-08, where it makes channels of a herd's transfers)."""
 
 _NO_ROOM = "will not fit in region 'data'"
 """The linker's words where static data of a core finds no room. It puts it after the highest buffer, and the compiler
