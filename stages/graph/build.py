@@ -78,6 +78,7 @@ class Build(Choices):
             "npu.grouping": self.grouping_name,
             **({"npu.matmul": policy.matmul, "npu.buckets": options.buckets} if self.target.static else {}),
             **({"npu.tokens": options.tokens} if self.target.static and options.tokens else {}),
+            **({"npu.sequences": options.sequences} if self.target.static and options.sequences else {}),
             **({"context": str(options.context)} if options.context else {}),
         }
         names = ("model", "revision", "lora", "ignore") if checkpoint else ()

@@ -239,20 +239,27 @@ class Choices:
         """The grouping for the formats of the weights."""
         config = known_config(self.source, self.directory / CONFIG)
         grouping = self.whole_grouping.of(config, self.policy)
-        if grouping.counts and not grouping.tokens:
-            wanted = "the weights of all layers alike in int4, int6 or int8, and npu.grouping=fused"
-            raise UserError(f"npu.tokens={self.options.tokens}: several tokens at once take {wanted}")
-        if grouping.counts and config.decoder.logits_scale != 1:
+        for name, counts in (("tokens", grouping.counts), ("sequences", grouping.together)):
+            given = f"npu.{name}={getattr(self.options, name)}"
+            if counts and not grouping.tokens:
+                wanted = "the weights of all layers alike in int4, int6 or int8, and npu.grouping=fused"
+                raise UserError(f"{given}: several tokens at once take {wanted}")
+            if counts and config.decoder.logits_scale != 1:
+                raise UserError(f"{given}: {config.family} scales logits, one row at a time: leave it out")
+        if grouping.together and config.decoder.taps:
             raise UserError(
-                f"npu.tokens={self.options.tokens}: {config.family} scales logits, one row at a time: leave it out"
+                f"npu.sequences={self.options.sequences}: convolutions of {config.family} look back at one sequence's "
+                "rows: leave it out"
             )
         return grouping
 
     @property
     def whole_grouping(self) -> Grouping:
         """The grouping for any formats of the weights."""
-        counts = self.options.token_counts() if self.target.static else ()
-        return replace(self.target.grouping(self.grouping_name), counts=counts)
+        options, grouping = self.options, self.target.grouping(self.grouping_name)
+        if not self.target.static:
+            return grouping
+        return replace(grouping, counts=options.token_counts(), together=options.sequence_counts())
 
     @property
     def grouping_name(self) -> str:
@@ -272,6 +279,7 @@ class Choices:
             "ignore": options.ignore,
             "buckets": self.buckets,
             **({"tokens": self.whole_grouping.counts} if self.whole_grouping.counts else {}),
+            **({"sequences": self.whole_grouping.together} if self.whole_grouping.together else {}),
             "context": self.context,
             "grouping": self.grouping_name,
         }

@@ -113,14 +113,17 @@ def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str
     """Return a buffer as the manifest has it.
 
     Dtype and shape are those of the elements in memory; `values` counts the values of a weight or table; `at` is where
-    an activation begins in the memory that activations share; `row_positions` are those of a row of a cache in blocks.
+    an activation begins in the memory that activations share; `row_positions` are those of a row of a cache in blocks;
+    `sequences` is how many a cache without blocks has rows for.
     """
     if name in packed:
         about = {"kind": spec["kind"], "format": spec["format"], "layout": spec["layout"]}
         return {**about, "values": math.prod(spec["shape"]), **packed[name]}
     place = {} if spec["at"] is None else {"at": spec["at"]}
     paged = {"row_positions": spec["row_positions"]} if spec["row_positions"] else {}
-    return {"kind": spec["kind"], "dtype": formats()[spec["format"]].dtype, "shape": spec["shape"], **place, **paged}
+    many = {"sequences": spec["sequences"]} if spec["sequences"] > 1 else {}
+    dtype = formats()[spec["format"]].dtype
+    return {"kind": spec["kind"], "dtype": dtype, "shape": spec["shape"], **place, **paged, **many}
 
 
 def end_tokens(directory: Path, config: Config) -> tuple[int, ...]:

@@ -87,6 +87,7 @@ class Options(Sampling, Running, Answering, Listening, Signers):
     context: int = _option("context")
     buckets: str = _option("buckets")
     tokens: str = _option("tokens")
+    sequences: str = _option("sequences")
     grouping: str = _option("grouping")
     matmul: str = _option("matmul", choices=MATMULS)
     cache: str = _option("cache")
@@ -120,6 +121,7 @@ class Options(Sampling, Running, Answering, Listening, Signers):
         super().__post_init__()
         self.bucket_list()
         self.token_counts()
+        self.sequence_counts()
         self.peer_list()
 
     def bucket_list(self) -> tuple[int, ...]:
@@ -136,9 +138,11 @@ class Options(Sampling, Running, Answering, Listening, Signers):
 
     def token_counts(self) -> tuple[int, ...]:
         """Return how many tokens of a text programs take, besides one. Raises UserError."""
-        if self.tokens not in ("", *map(str, COUNTS)):
-            raise OptionError("npu.tokens", self.tokens, f"must be {' or '.join(map(str, COUNTS))}")
-        return (int(self.tokens),) if self.tokens else ()
+        return _count("npu.tokens", self.tokens)
+
+    def sequence_counts(self) -> tuple[int, ...]:
+        """Return of how many sequences programs take a token each, besides one. Raises UserError."""
+        return _count("npu.sequences", self.sequences)
 
     def peer_list(self) -> tuple[str, ...]:
         """Return the programs to compare with. Raises UserError."""
@@ -150,6 +154,13 @@ class Options(Sampling, Running, Answering, Listening, Signers):
     def ignore_list(self) -> tuple[str, ...]:
         """Return patterns (`*` and `?`) of names of tensors that a checkpoint may hold besides the model's."""
         return _parts(self.ignore)
+
+
+def _count(name: str, text: str) -> tuple[int, ...]:
+    """Return a number of rows that programs of tokens have, or none. Raises UserError."""
+    if text not in ("", *map(str, COUNTS)):
+        raise OptionError(name, text, f"must be {' or '.join(map(str, COUNTS))}")
+    return (int(text),) if text else ()
 
 
 @cache

@@ -92,6 +92,7 @@ def _reference_batched(one: Callable[..., tuple[np.ndarray, np.ndarray]], stored
 
     Weights of norms come as one, `[2 * head_dim]`.
     """
+    one = partial(one, stored=stored)
 
     def reference(
         x: np.ndarray, table: np.ndarray, *norms: np.ndarray, pos: int, k: np.ndarray, v: np.ndarray, **scalars: Any
@@ -107,6 +108,17 @@ def _reference_batched(one: Callable[..., tuple[np.ndarray, np.ndarray]], stored
             outs.append(out)
             rows.append(row)
         return np.stack(outs), np.stack(rows)
+
+    return reference
+
+
+def _reference_of_sequence(one: Callable[..., tuple[np.ndarray, np.ndarray]], stored: str) -> Callable[..., Any]:
+    """Return the reference of attention of one of several sequences, whose number is `sequence`."""
+
+    def reference(
+        x: np.ndarray, *tensors: np.ndarray, sequences: int, sequence: int, **scalars: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return one(x[sequence, None], *tensors, **scalars, stored=stored)
 
     return reference
 
@@ -156,6 +168,10 @@ class Tiling(kv_rows.Heads):
     """Whether positions are read from `view` on, else from the first."""
     tokens: Tokens = ONE
     """Tokens at consecutive positions."""
+    sequences: int = 1
+    """Sequences of which `x` and `out` have a row each."""
+    sequence: int = 0
+    """The number of that which this is the attention of, from 0."""
     stored: str = "bf16"
     """The cache's format."""
 
@@ -281,10 +297,11 @@ class Tiling(kv_rows.Heads):
         return rotation + (heads * self.norm.vectors(self.head_dim) if self.norm else 0)
 
     def __str__(self) -> str:
+        of_sequence = f", sequence {self.sequence} of {self.sequences}" if self.sequences > 1 else ""
         return (
             f"token_attention over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}"
-            f"{self.tokens.text}: herd {self.columns}x{self.tokens.herd_rows}, {self.tile_k} keys at a time"
-            f"{', of norms' if self.norm else ''}{', from the window on' if self.slides else ''}"
+            f"{self.tokens.text}{of_sequence}: herd {self.columns}x{self.tokens.herd_rows}, {self.tile_k} keys at a "
+            f"time{', of norms' if self.norm else ''}{', from the window on' if self.slides else ''}"
             f"{f', of a cache in {self.stored}' if kv_rows.in_numbers(self.stored) else ''}"
         )
 
@@ -403,7 +420,8 @@ def build(tiling: Tiling) -> AirModule:
     position, which follows the angles as i32. `q_norm`, `k_norm`: bf16 `[head_dim]`. `kv`: `[window][kv_row]`, the
     cache in `view`. `out`: bf16 `[heads * head_dim]`. `row`: `[kv_row]`, the position's row of the cache. With several
     tokens, `x`, `table`, `out` and `row` have them as their first dimension, and the norms' weights are one argument
-    `qk_norm`, bf16 `[2 * head_dim]`: a channel queues no more transfers than with that.
+    `qk_norm`, bf16 `[2 * head_dim]`: a channel queues no more transfers than with that. With several sequences `x` and
+    `out` have them as their first dimension.
     """
     p = tiling
     # In the order in which a core uses them.
@@ -412,6 +430,8 @@ def build(tiling: Tiling) -> AirModule:
     given = {"x": p.width, **norms, "table": p.angles}
     shapes = {name: (size,) if name in norms else p.tokens.shape(size) for name, size in given.items()}
     shapes |= {"kv": (p.window, p.kv_row), "out": p.tokens.shape(p.heads * p.head_dim), "row": p.tokens.shape(p.kv_row)}
+    if p.sequences > 1:
+        shapes |= {name: (p.sequences, *shapes[name]) for name in ("x", "out")}
     dtypes = {"table": "f32", "kv": p.kv_dtype, "row": p.kv_dtype}
     b = air.Builder(
         "token_attention", {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
@@ -425,7 +445,7 @@ def build(tiling: Tiling) -> AirModule:
         with b.launch(), b.segment():
             rows = b.channel((1, 1), (p.columns, 1))
             for name, size in given.items():
-                b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
+                b.put(rows, (0, 0), b.args[name].at((p.sequence * size if name == "x" else 0, size, 1)))
             with b.herd(p.columns, 1) as (tx, ty):
                 _attend(b, p, rows, (tx, ty), tx + launch * p.columns)
     return b.finish()
@@ -460,7 +480,7 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
             b.call(p.variant, "ta_step", table, j * p.tile_k, row, q, kv, acc, stats, scores)
         with b.alloc(air.L1, (width,)) as (out,):
             b.call(p.variant, "ta_out", acc, stats, q, out)
-            b.dma(b.args["out"].at((kv_head * width, width, 1)), out)
+            b.dma(b.args["out"].at((kv_head * width + p.sequence * p.heads * d, width, 1)), out)
 
 
 def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
@@ -548,7 +568,13 @@ def _sliding(sizes: Sizes, norm: rms_norm.Norm | None = None, stored: str = "bf1
 
 
 def _of_tokens(one: Tiling, sizes: Sizes) -> Tiling:
+    if "sequence" in sizes:
+        return replace(one, sequences=sizes["sequences"], sequence=sizes["sequence"])
     return several(one, Tokens(sizes["rows"])) if "rows" in sizes else one
+
+
+OF_SEQUENCE = "sequence_"
+"""What the names of kernels for the token of one of several sequences begin with, after the format."""
 
 
 def _with_norm(tiled: Callable[..., Tiling], normed: bool, stored: str) -> Callable[[Sizes], Tiling]:
@@ -558,9 +584,9 @@ def _with_norm(tiled: Callable[..., Tiling], normed: bool, stored: str) -> Calla
 KERNELS = tuple(
     signature(
         f"{prefix}{name}",
-        ("x", Arg("table", "f32"), *((_JOINED,) if prefix and norms else norms), Arg("kv", stored)),
+        ("x", Arg("table", "f32"), *((_JOINED,) if prefix == PREFIX and norms else norms), Arg("kv", stored)),
         f"{rows}window pos {flash_attention.PARAMS}{scalars}",
-        _reference_batched(partial(computes, stored=stored), stored) if prefix else partial(computes, stored=stored),
+        referred(computes, stored),
         writes=("out", Arg("row", stored, written=True)),
         source="token_attention",
         stored=stored,
@@ -575,5 +601,9 @@ KERNELS = tuple(
         ("token_attention", (), "", reference),
         ("norm_token_attention", _NORMS, f" {rms_norm.PARAMS}", reference_norm),
     )
-    for prefix, rows in (("", ""), (PREFIX, "rows "))
+    for prefix, rows, referred in (
+        ("", "", lambda one, stored: partial(one, stored=stored)),
+        (PREFIX, "rows ", _reference_batched),
+        (OF_SEQUENCE, "sequences sequence ", _reference_of_sequence),
+    )
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.artifact.dtypes import nbytes
-from llama_npu2.artifact.plan import BLOCK_POSITIONS, PHASE_TEXT
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, MOST_SEQUENCES, PHASE_TEXT
 from llama_npu2.schema import Invalid, anything, list_of, mapping, one_of, record, string, whole
 from stages.engine.files import read_checked
 from stages.weights.formats import formats
@@ -29,6 +29,9 @@ class Buffer:
     """Where it begins in the memory that activations share, in bytes; None where it has its own."""
     row_positions: int = 0
     """The positions of a row, for a cache in which a table of blocks says where positions lie; 0 for all others."""
+
+    sequences: int = 1
+    """How many sequences a cache has rows for, one after the other."""
 
     @property
     def packed(self) -> bool:
@@ -79,6 +82,7 @@ BUFFERS = mapping(
             "blob": string,
             "at": _place,
             "row_positions": whole(0, BLOCK_POSITIONS),
+            "sequences": whole(1, MOST_SEQUENCES),
         }
     ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from llama_npu2.artifact.plan import LAST_ROW, WHOLE, WINDOW, BufferRef
 from llama_npu2.errors import UserError
@@ -52,7 +52,7 @@ class Group:
     windowed: bool = False
     """Whether its shapes depend on the context bucket of the KV cache that it attends over."""
     several: bool = False
-    """Whether its shapes depend on how many tokens of a text it takes."""
+    """Whether its shapes depend on how many tokens it takes."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,31 @@ class Grouping:
     """The parts that compute for a few tokens of a text what those of `token` do for one, with the same bits."""
     counts: tuple[int, ...] = ()
     """How many tokens `tokens` takes: there are programs for each of these numbers."""
+    sequences: Mapping[int, Chain] = field(default_factory=dict)
+    """The parts that compute for a token of each of so many sequences what those of `token` do, with the same bits."""
+    together: tuple[int, ...] = ()
+    """Which of `sequences` there are programs for."""
 
     @property
     def attends(self) -> bool:
         """Whether the device attends for a token."""
         return any(group.windowed and not group.prompt for group in self.groups)
 
-    @property
-    def chains(self) -> tuple[Chain, ...]:
-        """The chains of all phases."""
-        return (self.prompt, self.token, *filter(None, [self.row_logits, self.tokens if self.counts else None]))
+    def chains(self, buckets: Sequence[int]) -> Iterator[tuple[Chain, Sequence[int]]]:
+        """Yield the chains of all phases, each with the numbers of rows that its programs are compiled for."""
+        yield self.prompt, buckets
+        yield self.token, ()
+        if self.row_logits:
+            yield self.row_logits, buckets
+        if self.tokens and self.counts:
+            yield self.tokens, self.counts
+        yield from ((self.sequences[count], (count,)) for count in self.together)
 
     def of(self, config: Config, policy: Policy) -> Grouping:
         """Return the grouping for a policy: this one or `joined`."""
         if not self.joined or not joins(config, policy):
             return self
-        return replace(self.joined, counts=self.counts) if self.counts else self.joined
+        return replace(self.joined, counts=self.counts, together=self.together)
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ class Program:
     """Rows that its shapes are fixed to, of a prompt or several tokens; None for a token, or where rows are known at
     run time only."""
     several: bool = False
-    """Whether it takes several tokens, with the arithmetic of one."""
+    """Whether it takes several tokens, of one or of several sequences, with the arithmetic of one."""
     context: int | None = None
     """Positions of the KV cache that its shapes are fixed to; None where it attends over none, or is `sliding`."""
     sliding: Sliding | None = None
@@ -291,14 +300,16 @@ def programs(
     grouping = grouping.of(config, policy)
     joined: dict[str, Program] = {}
     group_of: dict[str, Group] = {}
+    rows_of: dict[str, set[int]] = {}
     layers = _derived_from(config.decoder, policy.layers)
-    for chain in grouping.chains:
+    for chain, rows in grouping.chains(buckets):
         calls = list(cover(chained(config, chain, policy, layers), grouping.groups))
         for position, (group, placed) in enumerate(calls):
             following = calls[position + 1 : position + 1 + _READERS]
             program = _join(group, placed, [later for _, parts in following for later in parts])
             if group:
                 group_of[program.entry] = group
+                rows_of.setdefault(program.entry, set()).update(rows)
             before = joined.setdefault(program.entry, program)
             if before.wiring != program.wiring:
                 raise TypeError(f"program {program.entry} binds its slots in two ways")
@@ -307,7 +318,7 @@ def programs(
     of_groups = [
         sized
         for group, entry in entries
-        for sized in _sized(config, joined[entry], group, grouping.counts if group.several else buckets, positions)
+        for sized in _sized(config, joined[entry], group, sorted(rows_of[entry]), positions)
     ]
     return of_groups + [program for program in joined.values() if program.host]
 

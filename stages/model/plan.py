@@ -21,6 +21,7 @@ from llama_npu2.artifact.plan import (
     LOGITS,
     PREFILL,
     PREFILL_CHUNK,
+    SEQUENCES,
     TOKENS,
     WHOLE,
     WINDOW,
@@ -121,7 +122,8 @@ def make_plan(
     Phases are `prefill_chunk` (without logits), `prefill` and `decode`. With buckets they are `prefill@<bucket>`, from
     position 0 on, `prefill@<bucket>@<context>`, from where the bucket ends in that context bucket, and `decode`, or
     `decode@<context>` where device programs attend for a token. `logits@<rows>` computes the logits of rows that a
-    prompt's layers have processed, where the grouping says so; `tokens@<rows>@<context>` takes several tokens.
+    prompt's layers have processed, where the grouping says so; `tokens@<rows>@<context>` takes several tokens, and
+    `sequences@<rows>@<context>` one of each of several sequences.
     TypeError where programs want one buffer in ways that exclude each other, UserError where the policy names what the
     model does not have.
 
@@ -175,9 +177,30 @@ class _Planner:
         if self.grouping.tokens:
             for count, context in itertools.product(self.grouping.counts, tokens_context_buckets(self.config.max_seq)):
                 self._add_phase(Phase(TOKENS, count, context), self.grouping.tokens, count, context)
+        for count, context in itertools.product(self.grouping.together, tokens_context_buckets(self.config.max_seq)):
+            self._add_phase(Phase(SEQUENCES, count, context), self.grouping.sequences[count], count, context)
+        self._place_sequences(max(self.grouping.together, default=1))
         if self.buckets:
             self._share_memory()
         return self.result
+
+    def _place_sequences(self, count: int) -> None:
+        """Make room for so many sequences in each cache, one after the other, and say in views how far apart they are.
+
+        How many rows a sequence has there is known when all phases are.
+        """
+        rows = {name: b.shape[0] for name, b in self.result.buffers.items() if b.kind == "cache"}
+        for name, each in rows.items() if count > 1 else ():
+            cache = self.result.buffers[name]
+            cache.shape, cache.sequences = (count * each, *cache.shape[1:]), count
+
+        def placed(reference: BufferRef) -> BufferRef:
+            at = rows.get(reference.name, 0)
+            return reference._replace(view=reference.view._replace(rows=at)) if reference.view.sequence else reference
+
+        for phase, calls in self.result.phases.items():
+            if phase.kind == SEQUENCES:
+                calls[:] = [call._replace(buffers=tuple(map(placed, call.buffers))) for call in calls]
 
     def _share_memory(self) -> None:
         """Give activations that device programs use places in one memory."""
@@ -227,10 +250,11 @@ class _Planner:
 
         So no position is compiled in. Those that slide get keys and values from where their window begins.
         """
+        of_sequence = reference.view.sequence
         if program.sliding and slot.shape[0] == "window":
-            return reference._replace(view=program.sliding.view)
+            return reference._replace(view=program.sliding.view._replace(sequence=of_sequence))
         moves = bool(self.buckets) and not program.host and (slot.role == "table" or slot.keeps == HISTORY)
-        return reference._replace(view=FROM_POSITION) if moves else reference
+        return reference._replace(view=FROM_POSITION._replace(sequence=of_sequence)) if moves else reference
 
     def _require(self, program: Program, at: Placed, slot: Slot, reference: BufferRef, bucket: int | None) -> None:
         """Add a buffer, or compare it with what other calls require of it."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llama_npu2.artifact.plan import BLOCK_POSITIONS, DECODE, PREFILL, TOKENS, Phase
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, DECODE, PREFILL, SEQUENCES, TOKENS, Phase, Positions
 from llama_npu2.devices import HostBuffer
 from llama_npu2.engine.batch.scheduler import Scheduler
 from llama_npu2.engine.batch.sequence import Counts
@@ -32,12 +32,14 @@ class Device:
     """A model whose keys follow from all keys before them, and from the phase and the chunk that computes them.
 
     It has a cache of keys, and one of a convolution: position p is in row p + TAPS - 1. The TAPS rows up to it count.
+    Each has places for as many sequences as programs take at once.
     """
 
-    def __init__(self, drafts: bool = False) -> None:
-        self.keys = np.full((CONTEXT, 1), -1, np.int64)
-        self.history = np.zeros((CONTEXT + TAPS - 1, 1), np.int64)
-        self.calls = 0
+    def __init__(self, drafts: bool = False, places: int = 1) -> None:
+        self.places = places
+        self.keys = np.full((places * CONTEXT, 1), -1, np.int64)
+        self.history = np.zeros((places * (CONTEXT + TAPS - 1), 1), np.int64)
+        self.calls = self.together = 0
         windows = [400, CONTEXT]
         milliseconds = {
             **{DECODE._replace(context=size): 3.0 for size in windows},
@@ -45,10 +47,19 @@ class Device:
                for rows in (32, 128, 256) for context in (0, 512, CONTEXT) if not context or context > rows},
         }  # fmt: skip
         several = {Phase(TOKENS, 4, size): 3.5 for size in (512, CONTEXT)} if drafts else {}
+        several |= {Phase(SEQUENCES, places, size): 3 + 0.9 * places for size in (512, CONTEXT)} if places > 1 else {}
         self.chunks = Chunks(milliseconds | several, windows)
 
-    def process(self, phase: Phase, tokens: Sequence[int], position: int) -> np.ndarray:
+    def process(self, phase: Phase, tokens: Sequence[int], position: Positions) -> np.ndarray:
         self.calls += 1
+        if not isinstance(position, int):
+            assert phase.kind == SEQUENCES and len(tokens) == len(position) == self.places
+            assert max(position) < phase.context
+            self.together += 1
+            rows = enumerate(zip(tokens, position, strict=True))
+            return np.concatenate(
+                [self._one([token], decode_phase(self.chunks.windows, at), at, place) for place, (token, at) in rows]
+            )
         assert position + len(tokens) <= (phase.positions or CONTEXT) and len(tokens) <= (phase.rows or 1)
         if phase.kind == TOKENS:
             assert position + phase.rows <= phase.context
@@ -56,14 +67,15 @@ class Device:
             return np.concatenate([self._one([token], *each) for token, each in zip(tokens, phases, strict=True)])
         return self._one(tokens, phase, position)
 
-    def _one(self, tokens: Sequence[int], phase: Phase, position: int) -> np.ndarray:
+    def _one(self, tokens: Sequence[int], phase: Phase, position: int, place: int = 0) -> np.ndarray:
+        keys, history = (cache.reshape(self.places, -1, 1)[place] for cache in (self.keys, self.history))
         code = hash((phase.rows, phase.context, 0 if phase.kind == DECODE.kind else position)) & 0xFFFF
         end = position + len(tokens)
-        before = _mixed(self.keys[:position, 0])
-        self.history[position + TAPS - 1 : end + TAPS - 1, 0] = np.array(tokens) + 1
+        before = _mixed(keys[:position, 0])
+        history[position + TAPS - 1 : end + TAPS - 1, 0] = np.array(tokens) + 1
         for at, token in enumerate(tokens, position):
-            self.keys[at] = _mixed(np.array([before, code, token, at, *self.history[at : at + TAPS, 0]]))
-        draws = np.random.default_rng(abs(int(_mixed(self.keys[:end, 0]))))
+            keys[at] = _mixed(np.array([before, code, token, at, *history[at : at + TAPS, 0]]))
+        draws = np.random.default_rng(abs(int(_mixed(keys[:end, 0]))))
         return draws.random((1, VOCAB)).astype(np.float32)
 
 
@@ -104,7 +116,9 @@ def alone(prompt: list[int], count: int) -> Reply:
 def steps_of(device: Device, blocks: int, clock: Callable[[], float] = time.perf_counter) -> TurnSteps:
     buffers = {"keys": device.keys, "history": device.history}
     manifest: Any = SimpleNamespace(
-        buffers={name: {"kind": "cache", "shape": cache.shape} for name, cache in buffers.items()},
+        buffers={
+            name: {"kind": "cache", "shape": cache.shape, "sequences": device.places} for name, cache in buffers.items()
+        },
         nbytes=lambda name: buffers[name].nbytes,
         model={"vocab": VOCAB, "max_seq": CONTEXT},
     )
@@ -112,9 +126,9 @@ def steps_of(device: Device, blocks: int, clock: Callable[[], float] = time.perf
     return TurnSteps(manifest, memory, blocks, device.chunks, device.process, clock)
 
 
-def schedule(seed: int, drafts: bool = False) -> Counts:
+def schedule(seed: int, drafts: bool = False, places: int = 1) -> Counts:
     draw = random.Random(seed)
-    device = Device(drafts)
+    device = Device(drafts, places)
     asked = [
         (text, min(draw.choice([1, 6, 150]), CONTEXT - len(text)))
         for text in prompts(draw, draw.randint(2, 7), VOCAB, draw.choice([300, 980]))
@@ -140,13 +154,21 @@ def schedule(seed: int, drafts: bool = False) -> Counts:
         expected = alone(*each).rows[: len(reply.rows)]
         assert np.array_equal(reply.rows, expected), f"sequence {number} of {seed}"
         assert number in cancelled or (reply.finished and reply.errors == [None])
+    assert bool(device.together) == bool(work.cache.counts.joined)
     return work.cache.counts
 
 
 def test_every_sequence_has_the_bits_that_it_has_alone() -> None:
     counts = total(schedule, range(25))
     print(counts)
-    assert counts.swaps and counts.shared and counts.copies and counts.evicted and not counts.drafted
+    assert counts.swaps and counts.shared and counts.copies and counts.evicted and not counts.drafted + counts.joined
+
+
+@pytest.mark.parametrize(("places", "drafts"), [(2, False), (4, True)])
+def test_tokens_of_several_sequences_come_at_once(places: int, drafts: bool) -> None:
+    counts = total(lambda seed: schedule(seed, drafts, places), range(15))
+    print(counts)
+    assert counts.swaps and counts.shared and counts.copies and counts.joined and bool(counts.drafted) == drafts
 
 
 def test_drafts_are_checked_in_a_sequence_s_turn() -> None:
@@ -179,6 +201,43 @@ def test_faults_show(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: p
     fault(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):
         total(schedule, range(40))
+
+
+def another_place(patch: pytest.MonkeyPatch) -> None:
+    """What a token appends is copied back from its neighbour's place."""
+    store = TurnSteps._store
+    patch.setattr(
+        TurnSteps, "_store", lambda self, run, place: store(self, run, place ^ 1 if len(run.tokens) == 1 else 0)
+    )
+
+
+def idle_places_stay(patch: pytest.MonkeyPatch) -> None:
+    """What a program writes where no sequence is, is forgotten."""
+    together = TurnSteps._run_together
+
+    def run(self: TurnSteps, phase: Phase, runs: Sequence[Run]) -> np.ndarray:
+        places, loaded = self._places(runs), [*self._loaded]
+        found = together(self, phase, runs)
+        for place in {*range(phase.rows)}.difference(places):
+            self._loaded[place] = loaded[place]
+        return found
+
+    patch.setattr(TurnSteps, "_run_together", run)
+
+
+@pytest.mark.parametrize("fault", [another_place, idle_places_stay])
+def test_faults_of_places_show(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        total(lambda seed: schedule(seed, places=4), range(40))
+
+
+def test_who_is_alone_or_takes_longer_together_comes_alone() -> None:
+    chunks = Device(places=4).chunks
+    assert chunks.sequences_phase([5, 399]) is None, "twice 3 ms are less than 6.6"
+    assert chunks.sequences_phase([5, 399, 400]) == Phase(SEQUENCES, 4, 512)
+    assert chunks.sequences_phase([5, 399, 512]) == Phase(SEQUENCES, 4, CONTEXT)
+    assert chunks.sequences_phase([1, 2, 3, 4, 5]) is None
 
 
 @pytest.mark.parametrize("written", ["copied", "restored"])
@@ -218,13 +277,13 @@ def test_a_turn_is_as_long_as_changing_over_asks_for(monkeypatch: pytest.MonkeyP
     steps = steps_of(device, 40, lambda: clock[0])
     process, load = device.process, steps._load
 
-    def slow(phase: Phase, tokens: Sequence[int], position: int) -> np.ndarray:
+    def slow(phase: Phase, tokens: Sequence[int], position: Positions) -> np.ndarray:
         clock[0] += 0.05
         served.append(tokens[0])
         return process(phase, tokens, position)
 
-    def copied(table: Sequence[int], position: int) -> bool:
-        found = load(table, position)
+    def copied(run: Run, place: int) -> bool:
+        found = load(run, place)
         clock[0] += 0.02 * found
         return found
 
@@ -255,6 +314,8 @@ def test_a_turn_is_as_long_as_changing_over_asks_for(monkeypatch: pytest.MonkeyP
         (Run([1], 128, [0], 1, phase=DECODE), "a run up to 129 has no table of blocks below 3"),
         (Run([1], 0, [3], 1, phase=DECODE), "a run up to 1 has no table of blocks below 3"),
         (Run([VOCAB], 0, [0], 1, phase=DECODE), "a token is outside the vocabulary of 50"),
+        (Run([1, 2], 0, [0], 1, phase=Phase(SEQUENCES, 2, 512)), "a run of 2 rows"),
+        (Run([1], 0, [0], 0, phase=Phase(SEQUENCES, 2, 512)), "a run of 1 rows"),
     ],
     ids=str,
 )

@@ -17,16 +17,29 @@ Spec = Mapping[str, Any]
 BLOCK_POSITIONS = 128
 """Positions of a block of a KV cache, which a table of blocks says the place of."""
 
+MOST_SEQUENCES = 64
+"""Sequences that a cache without blocks has rows for at most."""
+
 WINDOW = "window"
 """The kind of views that begin where a window does."""
 
-_VIEW_TEXT = re.compile(rf"pos|last|{WINDOW}:[1-9][0-9]{{0,8}}:[1-9][0-9]{{0,8}}")
+_VIEW_TEXT = re.compile(
+    rf"(pos|last|{WINDOW}:[1-9][0-9]{{0,8}}:[1-9][0-9]{{0,8}}|)(?:\+([1-9][0-9]?)x(0|[1-9][0-9]{{0,8}}))?"
+)
+
+Positions = int | Sequence[int]
+"""The position of a call's first row. Where its rows are tokens of several sequences, that of each."""
+
+
+def first_of(positions: Positions) -> int:
+    """Return the position of the first row."""
+    return positions if isinstance(positions, int) else positions[0]
 
 
 class View(NamedTuple):
     """The rows of a buffer that a call sees: all, or those from one on that follows from its position and its rows.
 
-    As text nothing, `pos`, `last` or `window:SEES:TILE`.
+    As text nothing, `pos`, `last` or `window:SEES:TILE`, and for a sequence but the first `+SEQUENCExROWS` after it.
     """
 
     kind: str = ""
@@ -36,38 +49,46 @@ class View(NamedTuple):
     """`WINDOW`: how many positions a row attends to, its own included."""
     tile: int = 0
     """`WINDOW`: rows of a tile. The first begins at the buffer's first row."""
+    sequence: int = 0
+    """The number of the sequence whose position counts, from 0, where a call's rows are tokens of several."""
+    rows: int = 0
+    """The rows of each sequence in the buffer, which begin where those of the one before it end; 0 where they share
+    them."""
 
     @staticmethod
     def parse(view: str) -> View:
         """Return the view that a text stands for. Raises ValueError."""
-        if not _VIEW_TEXT.fullmatch(view):
-            raise ValueError(f"a view is @pos, @last or @{WINDOW}:SEES:TILE")
-        kind, *sizes = view.split(":")
-        return View(kind, *map(int, sizes))
+        matched = _VIEW_TEXT.fullmatch(view)
+        if not matched or not view:
+            raise ValueError(f"a view is @pos, @last or @{WINDOW}:SEES:TILE, with +SEQUENCExROWS after it or alone")
+        kind, *sizes = matched[1].split(":")
+        seen = View(kind, *map(int, sizes))
+        return seen._replace(sequence=int(matched[2]), rows=int(matched[3])) if matched[2] else seen
 
     def __str__(self) -> str:
-        return ":".join([self.kind, *(str(size) for size in (self.sees, self.tile) if size)])
+        seen = ":".join([self.kind, *(str(size) for size in (self.sees, self.tile) if size)])
+        return f"{seen}+{self.sequence}x{self.rows}" if self.sequence else seen
 
     def __bool__(self) -> bool:
-        return bool(self.kind)
+        return bool(self.kind or self.sequence)
 
-    def row(self, seq: int, pos: int) -> int:
+    def row(self, seq: int, pos: Positions) -> int:
         """Return the first row that a call of `seq` rows from position `pos` on sees."""
-        kind = self.kind
+        kind, first, at = self.kind, self.sequence * self.rows, pos if isinstance(pos, int) else pos[self.sequence]
         if kind == "pos":
-            return pos
+            return first + at
         if kind == WINDOW:
-            return max(pos + 1 - self.sees, 0) // self.tile * self.tile
-        return seq - 1 if kind == "last" else 0
+            return first + max(at + 1 - self.sees, 0) // self.tile * self.tile
+        return seq - 1 if kind == "last" else first
 
 
 WHOLE, FROM_POSITION, LAST_ROW = View(), View("pos"), View("last")
 
 PHASE_TEXT = text(
     r"decode(@[1-9][0-9]{0,8})?|prefill(_chunk|@[1-9][0-9]{0,6}(@[1-9][0-9]{0,8})?)?|logits@[1-9][0-9]{0,6}"
-    r"|tokens@[1-9][0-9]{0,6}@[1-9][0-9]{0,8}",
-    "decode, decode@POSITIONS, prefill, prefill_chunk, prefill@ROWS, prefill@ROWS@POSITIONS, logits@ROWS or "
-    "tokens@ROWS@POSITIONS",
+    r"|(tokens|sequences)@[1-9][0-9]{0,6}@[1-9][0-9]{0,8}",
+    "decode, decode@POSITIONS, prefill, prefill_chunk, prefill@ROWS, prefill@ROWS@POSITIONS, logits@ROWS, "
+    "tokens@ROWS@POSITIONS or sequences@ROWS@POSITIONS",
 )
 """Checks that a JSON value is the text of a phase."""
 
@@ -76,12 +97,13 @@ class Phase(NamedTuple):
     """Prefill, decode or logits in one size; phases of one kind are ordered by size.
 
     As text `prefill`, `prefill_chunk`, `prefill@ROWS`, `prefill@ROWS@CONTEXT`, `decode`, `decode@CONTEXT`,
-    `logits@ROWS` or `tokens@ROWS@CONTEXT`.
+    `logits@ROWS`, `tokens@ROWS@CONTEXT` or `sequences@ROWS@CONTEXT`.
     """
 
     kind: str
     """`prefill`, `prefill_chunk` (a prefill without logits), `decode`, `logits` (of several rows at once, which a
-    prefill has processed), or `tokens` (several tokens of a text, each with the bits that `decode` gives it)."""
+    prefill has processed), `tokens` (several tokens of a text, each with the bits that `decode` gives it), or
+    `sequences` (a token of each of several sequences, with these bits, too)."""
     rows: int = 0
     """The bucket of a prefill: the rows that its programs are compiled for. 0: any number of rows. Of `logits` the most
     rows."""
@@ -111,6 +133,9 @@ PREFILL, PREFILL_CHUNK, DECODE = Phase("prefill"), Phase("prefill_chunk"), Phase
 
 TOKENS = "tokens"
 """The kind of the phases that process several tokens of a text, and compute the logits after each."""
+
+SEQUENCES = "sequences"
+"""The kind of the phases that process a token of each of several sequences, and compute the logits after each."""
 
 LOGITS = Phase("logits")
 """The kind of the phase that computes logits of several rows: the first ones of what the last layer has written."""
@@ -198,6 +223,8 @@ def furthest(phase: Phase, rows: int, positions: int) -> list[tuple[int, int]]:
     """
     if phase.kind == DECODE.kind:
         return [(1, min(positions, phase.context or positions) - 1)]
+    if phase.kind == SEQUENCES:
+        return [(phase.rows, phase.context - 1)]
     if phase.rows:
         return [(phase.rows, phase.positions - phase.rows)]
     most = min(rows, positions)

@@ -17,9 +17,11 @@ from llama_npu2.artifact.plan import (
     BLOCK_POSITIONS,
     DECODE,
     FROM_POSITION,
+    MOST_SEQUENCES,
     PHASE_TEXT,
     PREFILL,
     PREFILL_CHUNK,
+    SEQUENCES,
     WINDOW,
     BufferRef,
     PlannedCall,
@@ -103,7 +105,11 @@ _TARGET = record(
 _BUFFER = {"dtype": _DTYPE, "shape": list_of(_SIZE, 1, 8)}
 _WORKING = record(
     {"kind": one_of("activation", "cache"), **_BUFFER},
-    {"at": whole(0, _MOST_BYTES), "row_positions": whole(1, BLOCK_POSITIONS)},
+    {
+        "at": whole(0, _MOST_BYTES),
+        "row_positions": whole(1, BLOCK_POSITIONS),
+        "sequences": whole(2, MOST_SEQUENCES),
+    },
 )
 _STORED = record(
     {
@@ -239,12 +245,14 @@ def _check_calls(content: Spec, plans: Plans) -> None:
     bound: dict[BufferRef, _Bound] = {}
     sound: set[tuple[Any, ...]] = set()
     for phase, calls in plans.items():
-        reach = furthest(phase, rows, positions)
+        reach, sequences = furthest(phase, rows, positions), phase.rows if phase.kind == SEQUENCES else 1
         for index, call in enumerate(calls):
             try:
                 program = _named(programs, call.program, "programs")
                 _check_layer(call, content["model"])
                 references = [bound.get(reference) or _bound(bound, buffers, reference) for reference in call.buffers]
+                if any(each.view.sequence >= sequences for each in references):
+                    raise ValueError(f"sees another sequence than its {sequences}")
                 _check_aliases(program["slots"], call, buffers)
                 # Most layers are alike.
                 if (kind := (phase, call.program, *references)) not in sound:
@@ -255,7 +263,7 @@ def _check_calls(content: Spec, plans: Plans) -> None:
 
 
 def _check_caches(content: Spec) -> None:
-    """Check that caches in blocks hold the context, in rows that divide a block."""
+    """Check that caches in blocks hold the context, in rows that divide a block, and others equal rows."""
     context = content["model"]["max_seq"]
     for name, spec in content["buffers"].items():
         positions = spec.get("row_positions", 0)
@@ -263,6 +271,9 @@ def _check_caches(content: Spec) -> None:
             spec["kind"] != "cache" or BLOCK_POSITIONS % positions or positions * spec["shape"][0] < context
         ):
             raise ValueError(f"buffers.{name} is no cache of {context} positions in blocks of {BLOCK_POSITIONS}")
+        count = spec.get("sequences", 1)
+        if count > 1 and (spec["kind"] != "cache" or positions or spec["shape"][0] % count):
+            raise ValueError(f"buffers.{name} is no cache of {count} sequences")
 
 
 class _Bound(NamedTuple):
@@ -275,13 +286,18 @@ class _Bound(NamedTuple):
     view: View
     blocks: Sequence[int]
     """The shape of a cache in blocks; nothing for others."""
+    sequences: int
+    """How many sequences it has rows for."""
+    sequence_bytes: int
+    """The bytes that each has in it: all of them where they share its rows."""
 
 
 def _bound(seen: dict[BufferRef, _Bound], buffers: Spec, reference: BufferRef) -> _Bound:
     spec = _named(buffers, reference.name, "buffers")
     size = _bytes(spec)
     blocks = tuple(spec["shape"]) if "row_positions" in spec else ()
-    seen[reference] = _Bound(spec["kind"], spec["dtype"], size, size // spec["shape"][0], reference.view, blocks)
+    row, count, view = size // spec["shape"][0], spec.get("sequences", 1), reference.view
+    seen[reference] = _Bound(spec["kind"], spec["dtype"], size, row, view, blocks, count, size // count)
     return seen[reference]
 
 
@@ -300,11 +316,11 @@ def _check_aliases(slots: Sequence[Spec], call: PlannedCall, buffers: Spec) -> N
     """Check that a buffer that a call writes is bound once, except for the row of a cache that it then reads."""
     if len(slots) != len(call.buffers):
         raise ValueError(f"binds {len(call.buffers)} buffers to {len(slots)} slots")
-    names = call.names
-    if len({*names}) < len(names):
-        for slot, (name, view) in zip(slots, call.buffers, strict=True):
-            row = view == FROM_POSITION and names.count(name) == 2 and buffers[name]["kind"] == "cache"
-            if slot["role"] in _WRITTEN and names.count(name) > 1 and not row:
+    places = [(name, view.sequence) for name, view in call.buffers]
+    if len({*places}) < len(places):
+        for slot, (name, view), place in zip(slots, call.buffers, places, strict=True):
+            row = view.kind == FROM_POSITION.kind and places.count(place) == 2 and buffers[name]["kind"] == "cache"
+            if slot["role"] in _WRITTEN and places.count(place) > 1 and not row:
                 raise ValueError(f"binds {name}, which it writes, to two slots")
 
 
@@ -321,12 +337,19 @@ def _check_slots(slots: Sequence[Spec], bound: Sequence[_Bound], reach: Sequence
             raise ValueError(f"binds the view of a window to slot {name}, whose shape is not fixed")
         if buffer.blocks and (buffer.view or tuple(slot["shape"]) != buffer.blocks):
             raise ValueError(f"binds a cache of other blocks, or a view of one, to slot {name}")
+        view = buffer.view
+        apart = buffer.kind == "cache" and view.sequence > 0
+        if view.sequence and (
+            view.sequence >= buffer.sequences or view.rows * buffer.row_bytes != buffer.sequence_bytes
+            if apart
+            else view.rows or buffer.kind != "table"
+        ):
+            raise ValueError(f"binds another sequence's rows to slot {name}")
         for seq, pos in reach:
-            end = buffer.view.row(seq, pos) * buffer.row_bytes + slot_bytes(slot, seq, pos)
-            if end > buffer.nbytes:
-                raise ValueError(
-                    f"binds {buffer.nbytes} bytes to slot {name}, which needs {end} for {seq} rows from {pos} on"
-                )
+            end = view._replace(sequence=0).row(seq, pos) * buffer.row_bytes + slot_bytes(slot, seq, pos)
+            if end > buffer.sequence_bytes:
+                there = buffer.sequence_bytes
+                raise ValueError(f"binds {there} bytes to slot {name}, which needs {end} for {seq} rows from {pos} on")
 
 
 def _bytes(spec: Spec) -> int:

@@ -443,8 +443,12 @@ class Bench:
         if engine != Ours.name:
             return positions * 4 * self.config["kv_heads"] * self.config["head_dim"]
         manifest = self.llm.manifest
-        caches = (name for name, spec in manifest.buffers.items() if spec["kind"] == "cache" and "history" not in name)
-        return positions * sum(map(manifest.nbytes, caches)) / self.llm.context_length / max(1, len(layers))
+        caches = (
+            manifest.nbytes(name) / spec.get("sequences", 1)
+            for name, spec in manifest.buffers.items()
+            if spec["kind"] == "cache" and "history" not in name
+        )
+        return positions * sum(caches) / self.llm.context_length / max(1, len(layers))
 
     def _prefill_flop(self, rows: int) -> float:
         """Return the operations of a prompt.

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import View
+from llama_npu2.artifact.plan import Positions, View
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices.spans import Recorder
 from llama_npu2.errors import UserError
@@ -49,7 +49,7 @@ class Binding:
     view: View
     row_bytes: int
 
-    def offset(self, seq: int, pos: int) -> int:
+    def offset(self, seq: int, pos: Positions) -> int:
         """Return where the view begins, in bytes, in a call of `seq` rows from position `pos` on."""
         return self.view.row(seq, pos) * self.row_bytes
 
@@ -88,8 +88,8 @@ class Declared:
 class Submission(Protocol):
     """Calls that the device runs in order."""
 
-    def run(self, seq: int, pos: int) -> None:
-        """Process `seq` rows, the first of which is at absolute position `pos`."""
+    def run(self, seq: int, pos: Positions) -> None:
+        """Process `seq` rows, the first of which is at absolute position `pos`, or each at its own in its sequence."""
 
     def suspend(self) -> None:
         """Release scarce resources until the next run, which takes them again."""

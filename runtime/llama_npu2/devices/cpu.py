@@ -17,7 +17,7 @@ import numpy as np
 
 from llama_npu2.artifact.attended import pairs_attended, positions_read
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BLOCK_POSITIONS, FROM_POSITION, LAST_ROW, WINDOW
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, FROM_POSITION, LAST_ROW, WINDOW, Positions, first_of
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Call, Declared, HostBuffer
 from llama_npu2.devices.libraries import entry_point, open_library
@@ -241,9 +241,10 @@ class CpuSubmission:
             native.entry, native.slots = call.program.address, slot
             slot += self._addresses.itemsize * len(call.bindings)
 
-    def run(self, seq: int, pos: int) -> None:
-        """Process rows of the sequence that is alone in the cache."""
-        self.run_rows([Rows(seq, pos, self._device.in_order(seq + pos))])
+    def run(self, seq: int, pos: Positions) -> None:
+        """Process rows of the sequence that is alone in the cache, or rows of which no call knows where they are."""
+        first = first_of(pos)
+        self.run_rows([Rows(seq, first, self._device.in_order(seq + first))])
 
     def run_rows(self, runs: Sequence[Rows]) -> None:
         """Process rows of several sequences, each of which has as many positions as its table of blocks.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.plan import Positions
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Call, Declared, HostBuffer, Submission
 from llama_npu2.devices.cpu import CpuDevice
@@ -157,7 +158,7 @@ class SimSubmission:
             _SimCall(call, timed) if isinstance(call.program, SimProgram) else cpu.prepare([call]) for call in calls
         ]
 
-    def run(self, seq: int, pos: int) -> None:
+    def run(self, seq: int, pos: Positions) -> None:
         for step in self._steps:
             step.run(seq, pos)
 
@@ -171,10 +172,10 @@ class _SimCall:
         self._bindings = call.bindings
         self._name, self._about, self._timed = call.name, call.about, timed
 
-    def run(self, seq: int, pos: int) -> None:
+    def run(self, seq: int, pos: Positions) -> None:
         self._timed("program", self._name, self._simulate, seq, pos, about=self._about)
 
-    def _simulate(self, seq: int, pos: int) -> None:
+    def _simulate(self, seq: int, pos: Positions) -> None:
         contents: list[np.ndarray] = []
         program = self._program
         for binding, slot, nbytes in zip(self._bindings, program.slots, program.slot_bytes, strict=True):

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from llama_npu2.artifact.plan import DECODE, PREFILL, TOKENS, Phase
+from llama_npu2.artifact.plan import DECODE, PREFILL, SEQUENCES, TOKENS, Phase
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,15 @@ class Chunks:
     @cached_property
     def _several(self) -> list[Phase]:
         """The phases of several tokens, the fastest first."""
-        several = (phase for phase in self.milliseconds if phase.kind == TOKENS)
-        return sorted(several, key=lambda phase: self.milliseconds[phase])
+        return self._fastest_first(TOKENS)
+
+    @cached_property
+    def _together(self) -> list[Phase]:
+        """The phases of several sequences, the fastest first."""
+        return self._fastest_first(SEQUENCES)
+
+    def _fastest_first(self, kind: str) -> list[Phase]:
+        return sorted((phase for phase in self.milliseconds if phase.kind == kind), key=self.milliseconds.__getitem__)
 
     @property
     def most_tokens(self) -> int:
@@ -65,6 +72,23 @@ class Chunks:
         """
         reach = (phase for phase in self._several if phase.rows >= count and position + phase.rows <= phase.context)
         return next(reach, None)
+
+    @property
+    def most_sequences(self) -> int:
+        """The most sequences of which a step takes a token each."""
+        return max((phase.rows for phase in self._together), default=1)
+
+    def sequences_phase(self, positions: Sequence[int]) -> Phase | None:
+        """Return the phase that takes a token of each of several sequences in the least time.
+
+        None where there is none, or their tokens one by one take less.
+
+        Args:
+            positions: those of the tokens.
+        """
+        fits = (p for p in self._together if p.rows >= len(positions) and p.context > max(positions))
+        alone = sum(self.milliseconds[decode_phase(self.windows, position)] for position in positions)
+        return next((phase for phase in fits if self.milliseconds[phase] < alone), None)
 
     def cheapest(self, start: int, end: int) -> list[Chunk]:
         """Return chunks for the tokens at the positions `start` to `end` - 1: prefills, then tokens one by one."""

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import DECODE, PREFILL, PREFILL_CHUNK, TOKENS, Phase, sizes
+from llama_npu2.artifact.plan import (
+    DECODE,
+    PREFILL,
+    PREFILL_CHUNK,
+    SEQUENCES,
+    TOKENS,
+    Phase,
+    Positions,
+    first_of,
+    sizes,
+)
 from llama_npu2.devices import Call, Submission, open_device
 from llama_npu2.devices.spans import Recorder, Timer
 from llama_npu2.engine.chunks import Chunk, Chunks, decode_phase
@@ -83,7 +93,8 @@ class Engine:
         cache = f", {model['kv']} KV cache" if model.get("kv", "bf16") != "bf16" else ""
         activations = ", 8-bit activations" if model.get("activations") == "int8" else ""
         copied = " and a second copy for prompts" if self.second_copy else ""
-        turns = "" if self.holds_many else ", where sequences take turns"
+        together = f", {most} at once" if (most := self._chunks.most_sequences) > 1 else ""
+        turns = "" if self.holds_many else f", where sequences take turns{together}"
         return f"{model['weights']}{calibrated} weights{copied}{activations}{cache}, {self.device.description}{turns}"
 
     @property
@@ -125,14 +136,14 @@ class Engine:
 
     @cached_property
     def turns(self) -> TurnSteps:
-        """What processes one sequence after the other, where the device holds one at a time."""
+        """What processes one sequence after the other, or a token of each of some, where programs have fixed shapes."""
         from llama_npu2.engine.turns import TurnSteps
 
-        def process(phase: Phase, tokens: Sequence[int], position: int) -> np.ndarray:
-            if phase.kind == TOKENS:
+        def process(phase: Phase, tokens: Sequence[int], position: Positions) -> np.ndarray:
+            if phase.kind == TOKENS and isinstance(position, int):
                 return self._run_tokens(phase, tokens, position)
             self._run_at(phase, tokens, position)
-            return self._logits[None]
+            return self._row_logits_of_tokens if phase.kind == SEQUENCES else self._logits[None]
 
         return TurnSteps(self.manifest, self.memory, self._blocks, self._chunks, process)
 
@@ -347,11 +358,11 @@ class Engine:
         self._run_at(phase, ids, self.position, calls)
         self._cached += ids
 
-    def _run_at(self, phase: Phase, ids: Sequence[int], position: int, calls: Submission | None = None) -> None:
+    def _run_at(self, phase: Phase, ids: Sequence[int], position: Positions, calls: Submission | None = None) -> None:
         if calls or self._active[phase.kind] != phase:
             self._phases[self._active[phase.kind]].suspend()
             self._active[phase.kind] = phase
-        about = {"rows": len(ids), "position": position}
+        about = {"rows": len(ids), "position": first_of(position)}
         self._timed("host", "copy tokens", setitem, self._tokens, slice(len(ids)), ids)
         run = (calls or self._phases[phase]).run
         self._timed("phase", str(phase), run, len(ids), position, about=about)

@@ -46,18 +46,21 @@ class CacheRows(NamedTuple):
     """Bytes of a position."""
     extra: int
     """Rows that it has beside those of the context. A position's row may be as many rows behind its number."""
+    each: int
+    """Rows of each sequence: those of the next one follow."""
 
     @staticmethod
     def of(manifest: Manifest) -> dict[str, CacheRows]:
         """Return the caches of a manifest that are not in blocks."""
         contiguous = {
-            name: spec["shape"][0]
+            name: (spec["shape"][0], spec.get("sequences", 1))
             for name, spec in manifest.buffers.items()
             if spec["kind"] == "cache" and "row_positions" not in spec
         }
         context = manifest.model["max_seq"]
         return {
-            name: CacheRows(manifest.nbytes(name) // rows, max(rows - context, 0)) for name, rows in contiguous.items()
+            name: CacheRows(manifest.nbytes(name) // rows, max(rows // count - context, 0), rows // count)
+            for name, (rows, count) in contiguous.items()
         }
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall
+from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall, Positions, first_of
 from llama_npu2.devices import Call, Device, Submission
 from llama_npu2.engine.memory import Memory
 
@@ -79,7 +79,8 @@ class TracedPhase:
     def __init__(self, phase: Phase, calls: Sequence[TracedSubmission], watch: Watch) -> None:
         self._phase, self._calls, self._watch = phase, calls, watch
 
-    def run(self, seq: int, pos: int) -> None:
+    def run(self, seq: int, pos: Positions) -> None:
+        """Run the calls. What they see is shown for the first sequence where a row each of several is processed."""
         for call in self._calls:
             self._watch(call.run(self._phase, seq, pos))
 
@@ -100,12 +101,12 @@ class TracedSubmission:
     submission: Submission
     memory: Memory
 
-    def run(self, phase: Phase, seq: int, pos: int) -> TracedCall:
+    def run(self, phase: Phase, seq: int, pos: Positions) -> TracedCall:
         call, buffers = self.call, dict(zip(self.slots, self.call.buffers, strict=True))
         for name in self.scratch:
             self.memory.array(name).view(np.uint8)[...] = _UNWRITTEN
         self.submission.run(seq, pos)
-        return TracedCall(phase, call.program, call.layer, seq, pos, self.slots, buffers, self.memory)
+        return TracedCall(phase, call.program, call.layer, seq, first_of(pos), self.slots, buffers, self.memory)
 
 
 def traced_phases(

@@ -1,4 +1,4 @@
-"""Steps on a device with one contiguous KV cache: sequences take turns in it. The host's memory has their blocks."""
+"""Steps on a device with contiguous KV caches: sequences take turns in them. The host's memory has their blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BLOCK_POSITIONS, TOKENS, Phase
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, SEQUENCES, TOKENS, Phase, Positions
 from llama_npu2.engine.chunks import Chunks, Recipe
 from llama_npu2.engine.memory import CacheRows, Memory
 from llama_npu2.engine.step import Run
@@ -40,9 +40,10 @@ def tokens_of_turn(copying: float, token: float) -> int:
 
 
 class TurnSteps:
-    """Processes one run after another in the device's cache, and keeps what they append in blocks of the host.
+    """Processes one run after another in the device's caches, and keeps what they append in blocks of the host.
 
-    A run whose sequence is not the one that the device's cache holds has its blocks copied there first.
+    The device has one place for a sequence, or more where its programs take tokens of several sequences at once. A
+    run whose sequence its place does not hold has its blocks copied there first. All others have the first place.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class TurnSteps:
         memory: Memory,
         blocks: int,
         chunks: Chunks,
-        process: Callable[[Phase, Sequence[int], int], np.ndarray],
+        process: Callable[[Phase, Sequence[int], Positions], np.ndarray],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Start with a device whose cache holds nothing.
@@ -61,8 +62,8 @@ class TurnSteps:
             memory: the buffers on the device.
             blocks: how many the host holds.
             chunks: the phases that process a prompt.
-            process: runs a phase for tokens from a position on; returns f32 logits `[n, vocab]` after the last one, or
-                after each of several tokens, valid until the next call.
+            process: runs a phase for tokens from a position on, or each at its own; returns f32 logits `[n, vocab]`
+                after the last one, or after each of several tokens, valid until the next call.
             clock: returns seconds; how long copies and tokens take decides how long a turn is.
         """
         self.blocks, self.recipe = blocks, Recipe(chunks)
@@ -72,8 +73,8 @@ class TurnSteps:
         each = sum(rows.block for _, rows in self._caches)
         self._held = np.empty((blocks, each), np.uint8)
         self._versions = [0] * blocks
-        self._loaded: list[_Content] = []
-        """What each block's worth of the device's cache holds."""
+        self._loaded: list[list[_Content]] = [[] for _ in range(chunks.most_sequences)]
+        """What each block's worth of the device's caches holds, by place."""
         self._copying = self._token = 0.0
         self.hidden = np.empty((0, 0))
         """Nothing: the last norm is inside of a program."""
@@ -93,13 +94,20 @@ class TurnSteps:
         """
         for run in runs:
             self._check(run)
+        phase = runs[0].phase if runs else None
+        if phase and phase.kind == SEQUENCES:
+            if len(runs) > phase.rows or any(run.phase != phase for run in runs):
+                raise ValueError(f"a step of {len(runs)} runs in {phase}")
+            return self._run_together(phase, runs)
         return np.concatenate([np.empty((0, self._vocabulary), np.float32), *map(self._run, runs)])
 
     def _check(self, run: Run) -> None:
         end = run.position + len(run.tokens)
         reached = run.blocks[: -(-end // BLOCK_POSITIONS)]
         most = len(run.tokens) if run.phase and run.phase.kind == TOKENS else 1
-        if run.phase is None or not run.tokens or run.position < 0 or not 0 <= run.logits <= most or run.hidden:
+        together = run.phase is not None and run.phase.kind == SEQUENCES and (len(run.tokens), run.logits) != (1, 1)
+        wrong = run.phase is None or together or not run.tokens or run.position < 0
+        if wrong or not 0 <= run.logits <= most or run.hidden:
             raise ValueError(f"a run of {len(run.tokens)} rows from {run.position} on in {run.phase}")
         if len(reached) * BLOCK_POSITIONS < end or not all(0 <= block < self.blocks for block in reached):
             raise ValueError(f"a run up to {end} has no table of blocks below {self.blocks}")
@@ -108,37 +116,88 @@ class TurnSteps:
 
     def _run(self, run: Run) -> np.ndarray:
         assert run.phase
-        started = self._clock()
-        if self._load(run.blocks, run.position):
-            self._copying += _NEWEST * (self._clock() - started - self._copying)
+        self._fill([run], [0])
         started = self._clock()
         logits = self._process(run.phase, run.tokens, run.position)
         if len(run.tokens) == 1:
-            self._token += (_NEWEST if self._token else 1) * (self._clock() - started - self._token)
-        self._store(run.blocks, run.position, run.position + len(run.tokens))
+            self._note_token(started)
+        self._store(run, 0)
         return logits[len(logits) - run.logits :].copy()
 
-    def _load(self, table: Sequence[int], position: int) -> bool:
-        """Fill the device's cache up to a position, as far as it holds anything else. Return whether it did."""
-        wanted = [_Content(block, self._versions[block]) for block in table[: -(-position // BLOCK_POSITIONS)]]
-        same = next((at for at, each in enumerate(wanted) if self._loaded[at : at + 1] != [each]), len(wanted))
+    def _run_together(self, phase: Phase, runs: Sequence[Run]) -> np.ndarray:
+        """Process a token of each of several sequences. What a program does in places that are left is never read."""
+        places = self._places(runs)
+        self._fill(runs, places)
+        tokens, positions = [0] * phase.rows, [0] * phase.rows
+        for run, place in zip(runs, places, strict=True):
+            tokens[place], positions[place] = run.tokens[0], run.position
+        for place in {*range(phase.rows)}.difference(places):
+            self._loaded[place] = []
+        started = self._clock()
+        logits = self._process(phase, tokens, positions)
+        self._note_token(started)
+        for run, place in zip(runs, places, strict=True):
+            self._store(run, place)
+        return logits[places].copy()
+
+    def _places(self, runs: Sequence[Run]) -> list[int]:
+        """Return a place for each run: those that hold most of what it needs first, else the last ones.
+
+        The first place is the last to be taken, since prompts are processed there.
+        """
+        held = {
+            (number, place): self._same(self._wanted(run), place)
+            for number, run in enumerate(runs)
+            for place in range(len(self._loaded))
+        }
+        places: dict[int, int] = {}
+        for number, place in sorted(held, key=lambda pair: (-held[pair], -pair[1])):
+            if number not in places and place not in places.values():
+                places[number] = place
+        return [places[number] for number in range(len(runs))]
+
+    def _note_token(self, started: float) -> None:
+        self._token += (_NEWEST if self._token else 1) * (self._clock() - started - self._token)
+
+    def _fill(self, runs: Sequence[Run], places: Sequence[int]) -> None:
+        """Fill places of the device's caches up to the runs' positions, as far as they hold anything else."""
+        started = self._clock()
+        copied = [self._load(run, place) for run, place in zip(runs, places, strict=True)]
+        if any(copied):
+            self._copying += _NEWEST * (self._clock() - started - self._copying)
+
+    def _wanted(self, run: Run) -> list[_Content]:
+        """Return what the place of a run has to hold before it."""
+        return [_Content(block, self._versions[block]) for block in run.blocks[: -(-run.position // BLOCK_POSITIONS)]]
+
+    def _same(self, wanted: Sequence[_Content], place: int) -> int:
+        """Return with how many of these blocks a place begins."""
+        loaded = self._loaded[place]
+        return next((at for at, each in enumerate(wanted) if loaded[at : at + 1] != [each]), len(wanted))
+
+    def _load(self, run: Run, place: int) -> bool:
+        """Fill a place up to a run's position, as far as it holds anything else. Return whether it did."""
+        wanted = self._wanted(run)
+        same = self._same(wanted, place)
         for at in range(same, len(wanted)):
-            count = min(position - at * BLOCK_POSITIONS, BLOCK_POSITIONS)
+            count = min(run.position - at * BLOCK_POSITIONS, BLOCK_POSITIONS)
             for buffer, rows, held in self._parts(wanted[at].block):
                 low, high = rows.range(0, count)
-                buffer.store(at * BLOCK_POSITIONS * rows.row + low, held[low:high])
-        self._loaded[same:] = wanted[same:]
+                buffer.store((place * rows.each + at * BLOCK_POSITIONS) * rows.row + low, held[low:high])
+        self._loaded[place][same:] = wanted[same:]
         return same < len(wanted)
 
-    def _store(self, table: Sequence[int], first: int, end: int) -> None:
-        """Copy positions of the device's cache to the blocks of a table."""
+    def _store(self, run: Run, place: int) -> None:
+        """Copy what a run has appended in its place to the blocks of its table."""
+        first, end = run.position, run.position + len(run.tokens)
         for at in range(first // BLOCK_POSITIONS, -(-end // BLOCK_POSITIONS)):
-            start, block = at * BLOCK_POSITIONS, table[at]
+            start, block = at * BLOCK_POSITIONS, run.blocks[at]
             for buffer, rows, held in self._parts(block):
                 low, high = rows.range(max(first - start, 0), min(end - start, BLOCK_POSITIONS))
-                held[low:high] = buffer.fetch(start * rows.row + low, start * rows.row + high)
+                begin = (place * rows.each + start) * rows.row
+                held[low:high] = buffer.fetch(begin + low, begin + high)
             self._changed(block)
-            self._loaded[at:] = [_Content(block, self._versions[block])]
+            self._loaded[place][at:] = [_Content(block, self._versions[block])]
 
     def _parts(self, block: int) -> Iterator[tuple[Any, CacheRows, np.ndarray]]:
         """Yield each of the device's caches, its rows, and the bytes of a block that belong to it."""

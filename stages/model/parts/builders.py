@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE, View
+from stages.kernels.token_attention import OF_SEQUENCE
+from stages.kernels.tokens import COUNTS
 from stages.kernels.tokens import PREFIX as BATCHED
 from stages.model import families
 from stages.model.buffers import JOIN
@@ -125,7 +128,8 @@ class Described:
 
 def _interleaved(b: PartBuilder, role: str, view: View = WHOLE) -> str:
     """Add the NPU's KV cache: a row per position, K and V of a head together, so that attention needs one stream."""
-    return b.slot("kv", ("max_seq", *KV_ROW), role, buffer="kv_cache.{layer}", view=view, keeps=KV)
+    name = _of_sequence("kv", view.sequence)
+    return b.slot(name, ("max_seq", *KV_ROW), role, buffer="kv_cache.{layer}", view=view, keeps=KV)
 
 
 def _attend(d: Described, b: PartBuilder, kernel: str, args: dict[str, str], **scalars: Dim) -> None:
@@ -134,9 +138,18 @@ def _attend(d: Described, b: PartBuilder, kernel: str, args: dict[str, str], **s
     b.launch(f"{kernel}_sinks" if sinks else kernel, args | sinks, pos="pos", **d.attention, **scalars)
 
 
-def _window(b: PartBuilder) -> str:
+def _window(b: PartBuilder, sequence: int = 0) -> str:
     """Add the first rows of the NPU's KV cache: those of a context bucket."""
-    return b.slot("kv_window", ("window", *KV_ROW), "input", buffer="kv_cache.{layer}", keeps=KV)
+    name, view = _of_sequence("kv_window", sequence), View(sequence=sequence)
+    return b.slot(name, ("window", *KV_ROW), "input", buffer="kv_cache.{layer}", view=view, keeps=KV)
+
+
+def _of_sequence(name: str, sequence: int) -> str:
+    """Return the name of the slot of one of several sequences; that of the first has no number.
+
+    No underscore comes before the number, since xDSL would drop both from names of arguments.
+    """
+    return f"{name}{sequence}" if sequence else name
 
 
 def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False, quantises: bool = False) -> PartBuilder:
@@ -542,27 +555,38 @@ def _decode_attn_kv(d: Described) -> PartBuilder:
     return b
 
 
-def _token_attn(d: Described, rows: _Rows) -> PartBuilder:
+def _token_attn(d: Described, rows: _Rows, sequences: int = 1) -> PartBuilder:
     """Build a part that rotates tokens' Q and K, stores K and V, and attends, as one launch.
 
     It writes K and V to the interleaved cache, and attends over the cache's first positions and them. The position
     comes with the rotation's angles.
+
+    Args:
+        sequences: how many sequences the tokens are of, if each has a token, a cache and a position of its own. Then
+            there is a launch for each.
     """
     b = PartBuilder()
-    qkv = b.slot("qkv", rows.act("qkv_dim"), "input")
-    table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer=f"{PLACED_ANGLES}{{rope}}")
-    kv, row = _window(b), _interleaved(b, "output", FROM_POSITION)
-    out = b.slot("attended", rows.act("q_dim"), "output", buffer=_MIXED)
-    args = {"x": qkv, "table": table, "kv": kv, "out": out, "row": row}
-    kernel, scalars, norm = "token_attention", d.attention, d.mixer.qk_norm
-    if norm:
-        kernel, scalars = f"norm_{kernel}", scalars | norm.scalars_of_results
-        if rows.rows == 1:
-            args |= {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
+    qkv, out = b.slot("qkv", rows.act("qkv_dim"), "input"), "attended"
+    kernel, scalars, norms = "token_attention", d.attention, dict[str, str]()
+    for sequence in range(sequences):
+        table, view = _of_sequence("lut", sequence), FROM_POSITION._replace(sequence=sequence)
+        angles = {"format": "f32", "buffer": f"{PLACED_ANGLES}{{rope}}", "view": View(sequence=sequence)}
+        args = {"x": qkv, "table": b.slot(table, ("max_seq", "placed_head_dim"), "table", **angles)}
+        args |= {"kv": _window(b, sequence), "row": _interleaved(b, "output", view), "out": out}
+        if sequence == 0:
+            b.slot(out, rows.act("q_dim"), "output", buffer=_MIXED)
+            if norm := d.mixer.qk_norm:
+                kernel, scalars = f"norm_{kernel}", scalars | norm.scalars_of_results
+                if rows.rows == 1 or sequences > 1:
+                    norms = {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
+                else:
+                    joined = {"buffer": d.tensors(QK_NORMS), "joins": QK_NORMS}
+                    norms = {"qk_norm": b.slot("qk_norm_w", ("qk_norms_dim",), "weight", **joined)}
+        if sequences > 1:
+            which = {"sequences": sequences, "sequence": sequence}
+            b.launch(f"{OF_SEQUENCE}{kernel}", args | norms, window="window", pos="pos", **which, **scalars)
         else:
-            buffer = d.tensors(QK_NORMS)
-            args["qk_norm"] = b.slot("qk_norm_w", ("qk_norms_dim",), "weight", buffer=buffer, joins=QK_NORMS)
-    b.launch(rows.kernel(kernel), args, window="window", pos="pos", **rows.sizes, **scalars)
+            b.launch(rows.kernel(kernel), args | norms, window="window", pos="pos", **rows.sizes, **scalars)
     return b
 
 
@@ -678,6 +702,11 @@ def _of_tokens(name: str, build: Callable[..., PartBuilder], **more: bool) -> di
     return {name: of(_TOKEN), f"{BATCHED}{name}": of(_TOKENS)}
 
 
+def attention_of(sequences: int) -> str:
+    """Return the name of the part that attends for a token of each of so many sequences."""
+    return f"sequences_{sequences}_token_attn"
+
+
 BUILDERS: dict[str, Build] = {
     "embed_tokens": lambda d: _embed(d, "embed"),
     "embed_token_rows": lambda d: _embed(d, "embed_rows"),
@@ -693,6 +722,7 @@ BUILDERS: dict[str, Build] = {
     "decode_attn_kv": _decode_attn_kv,
     **_of_tokens("norm_qkv_gemv", _norm_qkv_gemv),
     **_of_tokens("token_attn", _token_attn),
+    **{attention_of(count): partial(_token_attn, rows=_TOKENS, sequences=count) for count in COUNTS},
     **_of_tokens("o_ffn_gemvs", _o_ffn_gemvs),
     "o_ffn": lambda d: _o_ffn(d, _PROMPT),
     "o_add": _o_add,
@@ -734,6 +764,7 @@ MIXES: dict[str, str] = {
     **dict.fromkeys(("decode_attn_panels", "decode_attn_kv", "token_attn"), Attention.kind),
     **dict.fromkeys(("rms_gemm_conv", "rms_gemv_conv", "norm_gemv_conv"), ShortConv.kind),
     **dict.fromkeys((f"{BATCHED}norm_qkv_gemv", f"{BATCHED}token_attn"), Attention.kind),
+    **dict.fromkeys(map(attention_of, COUNTS), Attention.kind),
     f"{BATCHED}norm_gemv_conv": ShortConv.kind,
 }
 """Parts that only layers with one kind of mixer have -> that kind."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import LOGITS, PREFILL, PREFILL_CHUNK, TOKENS, Phase, PlannedCall
+from llama_npu2.artifact.plan import LOGITS, PREFILL, PREFILL_CHUNK, SEQUENCES, TOKENS, Phase, PlannedCall
 from stages.engine.places import CONFIG
 from stages.graph import Build
 from stages.kernels import HOST_SET, Arg, Kernel, kernels, kv_rows
@@ -149,6 +149,8 @@ def _chain(grouping: Grouping, phase: Phase) -> Chain:
     if phase.kind == LOGITS.kind:
         assert grouping.row_logits
         return grouping.row_logits
+    if phase.kind == SEQUENCES:
+        return grouping.sequences[phase.rows]
     if phase.kind == TOKENS:
         assert grouping.tokens
         return grouping.tokens

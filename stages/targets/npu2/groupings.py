@@ -1,9 +1,12 @@
 """The groupings of the NPU: which parts run in which order, and which of them share a program."""
 
+from dataclasses import replace
+
+from stages.kernels.tokens import COUNTS
 from stages.model.decoder import Attention, ShortConv
 from stages.model.grouping import Chain, Group, Grouping
 from stages.model.part import UNPACK, UNPACK_JOINED
-from stages.model.parts.builders import BATCHED, SCALE_LOGITS_ROWS
+from stages.model.parts.builders import BATCHED, SCALE_LOGITS_ROWS, attention_of
 
 CONTEXT = 4096
 """Default capacity of KV caches, in positions. All of the NPU's memory is locked, whether it is used or not."""
@@ -36,7 +39,22 @@ _JOINED_TOKEN = {
 }
 
 _JOINED_TOKENS = {kind: tuple(f"{BATCHED}{name}" for name in names) for kind, names in _JOINED_TOKEN.items()}
+_AFTER = f"{BATCHED}o_ffn_gemvs"
 _TOKENS = Chain(_START, _JOINED_TOKENS, (f"{BATCHED}norm_lm_head",), scale=SCALE_LOGITS_ROWS)
+
+
+_SEQUENCES = {
+    count: replace(_TOKENS, layers={Attention.kind: (f"{BATCHED}norm_qkv_gemv", attention_of(count), _AFTER)})
+    for count in COUNTS
+}
+
+
+def _attending_groups(kind: str, first: tuple[str, ...], after: str, several: bool = True) -> tuple[Group, ...]:
+    """Return the programs of the first and of other layers, with joined weights, that begin with `first`."""
+    return (
+        Group(f"{kind}_first", first, windowed=True, several=several),
+        Group(f"{kind}_layer", (after, *first), windowed=True, several=several),
+    )
 
 
 def _joined_groups(kind: str, prefix: str = "") -> tuple[Group, ...]:
@@ -48,9 +66,8 @@ def _joined_groups(kind: str, prefix: str = "") -> tuple[Group, ...]:
     first, after = (f"{prefix}norm_qkv_gemv", f"{prefix}token_attn"), f"{prefix}o_ffn_gemvs"
     conv = f"{prefix}norm_gemv_conv"
     return (
-        Group(f"{kind}_first", first, windowed=True, several=several),
+        *_attending_groups(kind, first, after, several),
         Group(f"{kind}_first_conv", (conv,), several=several),
-        Group(f"{kind}_layer", (after, *first), windowed=True, several=several),
         Group(f"{kind}_layer_conv", (after, conv), several=several),
         Group(f"{kind}_last", (after, f"{prefix}norm_lm_head"), several=several),
     )
@@ -91,8 +108,14 @@ GROUPINGS = {
                 *_PROMPT_PROGRAMS,
                 *_joined_groups("decode"),
                 *_joined_groups("tokens", BATCHED),
+                *(
+                    group
+                    for count, chain in _SEQUENCES.items()
+                    for group in _attending_groups(f"sequences_{count}", chain.layers[Attention.kind][:-1], _AFTER)
+                ),
             ),
             tokens=_TOKENS,
+            sequences=_SEQUENCES,
         ),
     ),
 }

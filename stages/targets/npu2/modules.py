@@ -115,7 +115,8 @@ def write_module(
         UserError: One call would take too long.
     """
     config, rows = read_config(directory / CONFIG), (bucket,) if bucket else ()
-    chosen = replace(GROUPINGS[grouping], counts=rows if several else ())
+    counts = rows if several else ()
+    chosen = replace(GROUPINGS[grouping], counts=counts, together=counts)
     policy, positions = parse_policy(weights, kv, matmul), config.max_seq if slides else window or CONTEXT_BUCKET
     programs = derive_programs(config, chosen, () if several else rows, policy, positions)
     program = next(
@@ -267,7 +268,7 @@ def _launches(program: Program, sizes: Dimensions) -> Iterator[tuple[Kernel, dic
 def _tile(program: Program, kernel: Kernel, scalars: Mapping[str, Any]) -> Tiling:
     if kernel.tiling is None:
         raise TypeError(f"kernel {kernel.name} has no program for the array")
-    return program.sliding if program.sliding and kernel.sliding else kernel.tiling(scalars)
+    return kernel.sliding(scalars) if program.sliding and kernel.sliding else kernel.tiling(scalars)
 
 
 def _program(kernel: Kernel, tiling: Tiling) -> AirModule:

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from llama_npu2.artifact.dtypes import nbytes
+from llama_npu2.artifact.plan import Positions, first_of
 from llama_npu2.devices import Binding, Call, Submission
 from llama_npu2.devices.xrt.bindings import FAILURES, failures, first_line
 from llama_npu2.devices.xrt.buffers import Range, XrtBuffer
@@ -52,19 +53,21 @@ class Access:
         size = 0 if named else nbytes(slot["dtype"], shape)
         return Access(binding.buffer, binding, slot["name"], first, size, reads, writes)
 
-    def read(self, seq: int, pos: int) -> Range:
+    def read(self, seq: int, pos: Positions) -> Range:
         """Return the bytes that a call of `seq` rows from position `pos` on reads."""
         if self.rows == "max_seq":
+            pos = first_of(pos)
             return 0, (pos if self.writes else pos + seq) * self.binding.row_bytes
         return self._range(seq, pos)
 
-    def written(self, seq: int, pos: int) -> Range:
+    def written(self, seq: int, pos: Positions) -> Range:
         """Return the bytes that a call of `seq` rows from position `pos` on writes."""
         if self.rows == "max_seq":
+            pos = first_of(pos)
             return pos * self.binding.row_bytes, (pos + seq) * self.binding.row_bytes
         return self._range(seq, pos)
 
-    def _range(self, seq: int, pos: int) -> Range:
+    def _range(self, seq: int, pos: Positions) -> Range:
         start = self.binding.offset(seq, pos)
         size = self.nbytes or (self.binding.row_bytes if self.binding.view else self.buffer.nbytes)
         if self.rows == "seq":
@@ -106,7 +109,7 @@ class XrtSubmission:
         self.suspended = False
         self._inputs = [access for access in accesses(on_device) if access.reads]
 
-    def run(self, seq: int, pos: int) -> None:
+    def run(self, seq: int, pos: Positions) -> None:
         session = self._session
         if session.lost:
             raise UserError(session.lost)
@@ -127,7 +130,7 @@ class XrtSubmission:
             session.lost = str(error)
             raise
 
-    def _run_stretches(self, seq: int, pos: int) -> None:
+    def _run_stretches(self, seq: int, pos: Positions) -> None:
         running: _Device | None = None
         for stretch, concurrent in zip(self._stretches, self._concurrent, strict=True):
             if running and not concurrent:
@@ -177,7 +180,7 @@ class _Host:
         self.touched = frozenset(access.buffer for access in self._accesses)
         self._native: Submission = session.cpu.prepare(calls)
 
-    def run(self, seq: int, pos: int) -> None:
+    def run(self, seq: int, pos: Positions) -> None:
         for access in self._accesses:
             buffer = access.buffer
             if access.reads:
@@ -188,7 +191,7 @@ class _Host:
                 buffer.host_newer.add(*written)
         self._native.run(seq, pos)
 
-    def hand_over(self, seq: int, pos: int) -> None:
+    def hand_over(self, seq: int, pos: Positions) -> None:
         """Make the bytes that it wrote visible to the device."""
         for access in self._accesses:
             if access.writes:
@@ -208,7 +211,7 @@ class _Device:
         self.touched = frozenset(access.buffer for access in self._accesses)
         self._groups: list[_Single | _List] = []
 
-    def run(self, seq: int, pos: int) -> None:
+    def run(self, seq: int, pos: Positions) -> None:
         """Run all submissions, but only start the last one: `finish` waits for it."""
         if not self._groups:
             # At first use, when all phases are prepared: not every bucket gets used.
@@ -228,7 +231,7 @@ class _Device:
             group.release()
         self._groups = []
 
-    def _hand_over(self, access: Access, seq: int, pos: int) -> None:
+    def _hand_over(self, access: Access, seq: int, pos: Positions) -> None:
         buffer = access.buffer
         low, high = access.written(seq, pos)
         # Written bytes as well: a cache line that the host still holds would overwrite the result.
@@ -285,7 +288,7 @@ class _Run:
         with failures(self.where):
             self.run.set_arg(index, bo)
 
-    def move(self, seq: int, pos: int) -> None:
+    def move(self, seq: int, pos: Positions) -> None:
         """Set the arguments that depend on the position, and those that other calls changed."""
         views = []
         for index, access in self._moving:
@@ -312,7 +315,7 @@ class _Single:
     def __init__(self, session: Session, run: _Run) -> None:
         self._session, self._run = session, run
 
-    def start(self, seq: int, pos: int) -> None:
+    def start(self, seq: int, pos: Positions) -> None:
         session, run = self._session, self._run
         session.timed("submit", "arguments", run.move, seq, pos)
         session.counts.submissions += 1
@@ -351,7 +354,7 @@ class _List:
             for run in runs:
                 self._list.add(run.run)
 
-    def start(self, seq: int, pos: int) -> None:
+    def start(self, seq: int, pos: Positions) -> None:
         session = self._session
         for run in self._runs:
             session.timed("submit", "arguments", run.move, seq, pos)

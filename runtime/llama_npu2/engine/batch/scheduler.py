@@ -176,20 +176,51 @@ class Scheduler:
         return plan
 
     def _plan_turn(self, tokens: int) -> list[Planned]:
-        """Plan a step of the sequence whose turn it is: a chunk of its prompt, or one of `tokens` tokens in a row."""
+        """Plan a step of the sequence whose turn it is: a chunk of its prompt, or one of `tokens` tokens in a row.
+
+        With the latter come tokens of others, where programs take them at once and that takes less time.
+        """
         plan: list[Planned] = []
         for sequence in [*self._running]:
             if self._place(plan, sequence, self._rows):
                 break
             self._turn = 0
-        self._draft(plan)
-        for planned in plan:
-            self._turn += 1
-            if not planned.completes or self._turn >= tokens:
-                self._turn = 0
+        if plan and not self._join(plan):
+            self._draft(plan)
+        self._turn += bool(plan)
+        if not all(planned.completes for planned in plan) or self._turn >= tokens:
+            self._turn = 0
+            for planned in plan:
                 self._running.remove(planned.sequence)
                 self._running.append(planned.sequence)
         return plan
+
+    def _join(self, plan: list[Planned]) -> bool:
+        """Add tokens of other replies to that of a step, and say what takes them at once. Return whether any came."""
+        assert self._turns
+        chunks, first = self._turns.recipe.chunks, plan[0]
+        if not self._is_token(first.sequence) or not first.sequence.growing.replies:
+            return False
+        replies = [first.sequence]
+        others = (other for other in self._running if other is not first.sequence and other.growing.replies)
+        replies += islice(filter(self._is_token, others), chunks.most_sequences - 1)
+        if len(replies) == 1 or not chunks.sequences_phase([reply.done for reply in replies]):
+            return False
+        for reply in replies[1:]:
+            self._place(plan, reply, 1)
+        phase = chunks.sequences_phase([planned.sequence.done for planned in plan])
+        if len(plan) == 1 or not phase:
+            del plan[1:]
+            return False
+        for planned in plan:
+            planned.phase = phase
+        self.cache.counts.joined += 1
+        return True
+
+    def _is_token(self, sequence: Sequence) -> bool:
+        """Return whether what comes next is the last token so far, as a token's programs process it."""
+        cut = sequence.cut
+        return cut is not None and sequence.pending == 1 and cut.next(sequence.done).phase.kind == DECODE.kind
 
     def _chunk(self, plan: list[Planned]) -> int:
         """Return how many rows of prompts the step may have, so that replies do not wait for long."""

@@ -131,6 +131,8 @@ class Counts:
     """Tokens that were drafted."""
     rejected: int = 0
     """Of them, those that were not chosen."""
+    joined: int = 0
+    """Steps with tokens of several sequences, where sequences take turns otherwise."""
     steps: int = 0
 
 
