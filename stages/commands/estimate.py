@@ -1,6 +1,7 @@
 """`doit estimate`: the time of every launch on the NPU and what limits it, by program, token and prompt.
 
-`streams=4`: also what 4 sequences get at a time. `npu.tokens=4`: also four tokens of a text at once.
+`streams=4`: also what 4 sequences get at a time. `npu.tokens=4`: also four tokens of a text at once, `npu.sequences=4`:
+also a token of each of four sequences at once.
 `measured=FILE`: with the rates in a report of `doit selftest`, as far as it has them. `published=1`: other projects'
 plans by the same arithmetic, next to what they measured. `target=npu2-sim`: next to what the simulator counted. The
 arithmetic is that of `stages.estimate`.
@@ -46,6 +47,7 @@ def _report(build: Build, machine: Machine) -> None:
     build.target.check(stored)
     chosen = options.bucket_list(), machine, build.policy
     sizes: dict[str, Any] = {"positions": build.positions, "counts": options.token_counts()}
+    sizes["together"] = options.sequence_counts()
     estimates = {name: Estimate(config, name, *chosen, second_copy=options.second_copy, **sizes) for name in GROUPINGS}
     grouping, composed = build.grouping_name, build.grouping
     plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)

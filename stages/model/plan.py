@@ -48,6 +48,7 @@ from stages.model.grouping import (
     entry_of,
     programs,
     prompt_context_buckets,
+    sequences_context_buckets,
     tokens_context_buckets,
 )
 from stages.model.lifetimes import LaunchAccess, places
@@ -177,7 +178,7 @@ class _Planner:
         if self.grouping.tokens:
             for count, context in itertools.product(self.grouping.counts, tokens_context_buckets(self.config.max_seq)):
                 self._add_phase(Phase(TOKENS, count, context), self.grouping.tokens, count, context)
-        for count, context in itertools.product(self.grouping.together, tokens_context_buckets(self.config.max_seq)):
+        for count, context in itertools.product(self.grouping.together, sequences_context_buckets(self.config.max_seq)):
             self._add_phase(Phase(SEQUENCES, count, context), self.grouping.sequences[count], count, context)
         self._place_sequences(max(self.grouping.together, default=1))
         if self.buckets:

@@ -114,10 +114,12 @@ def _summary(figures: Figures) -> Iterator[Markup]:
 
 
 def _turns(streams: Iterable[Figures]) -> Markup:
-    columns = [">sequences", ">ms from token to token", ">low", ">high", ">tokens of a turn", ">caches on the host"]
+    columns = [">sequences", ">at once", ">ms from token to token", ">low", ">high", ">tokens of a turn"]
+    columns.append(">caches on the host")
     rows = [
         [
             str(each["sequences"]),
+            str(each["together"]),
             *(f"{each[end]:.1f}" for end in ("middle", "low", "high")),
             str(each["tokens"]),
             amount(each["host_bytes"]),

@@ -51,10 +51,11 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
         print(f"\n{TAKE_TURNS}:")
         for turns in found_turns:
             low, high, sequences = turns["low"], turns["high"], turns["sequences"]
+            at_once = f", {turns['together']} at once" if turns["together"] > 1 else ""
             print(
                 f"  {sequences} at a time: {between(low, high)} ms from token to token of each, middle "
                 f"{turns['middle']:.1f}; {per_second(low, high, sequences)} tokens/s together; turns of "
-                f"{turns['tokens']} tokens; {amount(turns['host_bytes'])} of the host for their caches"
+                f"{turns['tokens']} tokens{at_once}; {amount(turns['host_bytes'])} of the host for their caches"
             )
     print(
         f"\nA token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its weights, "

@@ -28,7 +28,6 @@ from stages.model.grouping import (
     entry_of,
     programs,
     prompt_context_buckets,
-    tokens_context_buckets,
 )
 from stages.model.policy import BF16, Policy
 from stages.model.unpacking import UNPACKED
@@ -78,6 +77,8 @@ class Sizes:
     """The context bucket that a prompt fills with these as its last rows; 0: the first one that holds the rows."""
     several: bool = False
     """Whether the rows are tokens that are computed as one token is."""
+    of_sequences: bool = False
+    """Whether each of these tokens is of a sequence of its own."""
 
     @property
     def count(self) -> int:
@@ -90,7 +91,7 @@ class Sizes:
 
 ONE_TOKEN = Sizes()
 
-TAKE_TURNS = "Sequences take turns in the KV cache, which is filled for each turn"
+TAKE_TURNS = "Sequences take turns in the KV caches, which are filled for each turn"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class Turns:
     """Sequences that take turns on the NPU, and the mean milliseconds from one token of a sequence to its next."""
 
     sequences: int
+    together: int
+    """How many of them have a turn at once."""
     tokens: int
     """How many tokens a sequence makes in a turn."""
     low: float
@@ -126,6 +129,8 @@ class Estimate:
     """Whether the host has unpacked weights for prompts before, and does not unpack them for each."""
     counts: Sequence[int] = ()
     """How many tokens of a text programs take, besides one, in groupings that have such programs."""
+    together: Sequence[int] = ()
+    """Of how many sequences programs take a token each, likewise."""
     _stretches: dict[Sizes, list[Stretch]] = field(default_factory=dict, repr=False, compare=False)
     """What was computed, by the sizes of a phase: it does not depend on rates."""
     _host_works: dict[tuple[Stretch, int, int], Work] = field(default_factory=dict, repr=False, compare=False)
@@ -137,7 +142,8 @@ class Estimate:
     def grouping(self) -> Grouping:
         """Which parts the programs have."""
         grouping = GROUPINGS[self.name].of(self.config, self.policy)
-        return replace(grouping, counts=tuple(self.counts)) if grouping.tokens else grouping
+        chosen = {"counts": tuple(self.counts), "together": tuple(self.together)}
+        return replace(grouping, **chosen) if grouping.tokens else grouping
 
     @property
     def window(self) -> int:
@@ -150,17 +156,23 @@ class Estimate:
         of = self.config, self.grouping, self.buckets, self.policy
         prompts = [p for p in programs(*of, self.positions) if p.bucket and not p.several]
         tokens = [p for p in programs(*of, self.window) if not p.bucket and p.context in (None, self.window)]
-        several = [p for count in self.grouping.counts for p in self._of_several(count)]
+        grouping = self.grouping
+        several = [
+            *(p for c in grouping.counts for p in self._of_several(replace(grouping, counts=(c,), together=()), c)),
+            *(p for c in grouping.together for p in self._of_several(replace(grouping, counts=(), together=(c,)), 1)),
+        ]
         return [p for p in (*prompts, *tokens, *several) if not p.host]
 
-    def _of_several(self, count: int) -> Iterator[Program]:
-        """Yield the programs of so many tokens at once after `depth` others."""
-        last = self.depth + count
-        positions = max(self.positions, last)
-        window = next(size for size in tokens_context_buckets(positions) if size >= last)
-        for program in programs(self.config, self.grouping, self.buckets, self.policy, positions):
-            if program.several and program.bucket == count and program.context in (None, window):
-                yield program
+    def _of_several(self, grouping: Grouping, tokens: int) -> Iterator[Program]:
+        """Yield a grouping's programs of several tokens at once, so many of each sequence after `depth` others."""
+        last = self.depth + tokens
+        made = programs(self.config, grouping, self.buckets, self.policy, max(self.positions, last))
+        several = [program for program in made if program.several]
+        windows: dict[str, int] = {}
+        for program in several:
+            if program.context and program.context >= last:
+                windows[program.entry] = min(program.context, windows.get(program.entry, program.context))
+        yield from (program for program in several if program.context in (None, windows.get(program.entry)))
 
     @cached_property
     def modules(self) -> dict[str, Module]:
@@ -204,23 +216,29 @@ class Estimate:
     def turns(self, sequences: int) -> Turns:
         """Return what several sequences get that make tokens at a time, all after `depth` others.
 
-        They take turns in the device's KV cache (`llama_npu2.engine.turns`): it is filled for each turn, and what each
-        token appends is copied back.
+        They take turns in the device's KV caches (`llama_npu2.engine.turns`), some at once where programs take a token
+        of each and that takes less time: a cache is filled for each turn, and what each token appends is copied back.
         """
-        token, sizes = self.ranges[TOKEN], self.config.dimensions()
+        sizes = self.config.dimensions()
+        steps = [(1, self.ranges[TOKEN])]
+        steps += [(min(count, sequences), self.ranges[_sequences(count)]) for count in self.grouping.together]
+        together, step = min(steps, key=lambda step: step[1].middle * -(-sequences // step[0]))
+        turns = -(-sequences // together)
         appended = len(self.config.decoder.attentions) * position_bytes(sizes, self.policy.cache)
         filled, copied = (
             spend(Amount(HOST_COPY, size), self.machine).milliseconds for size in (self.depth * appended, appended)
         )
-        tokens = tokens_of_turn(filled, token.middle)
-        copying = filled / tokens + copied if sequences > 1 else 0.0
-        low, middle, high = (sequences * (time + copying) for time in (token.low, token.middle, token.high))
-        return Turns(sequences, tokens, low, middle, high, sequences * self.positions * appended)
+        tokens = tokens_of_turn(together * filled, step.middle)
+        copying = together * (filled / tokens * (turns > 1) + copied) if sequences > 1 else 0.0
+        low, middle, high = (turns * (time + copying) for time in (step.low, step.middle, step.high))
+        return Turns(sequences, together, tokens, low, middle, high, sequences * self.positions * appended)
 
     def phases(self) -> Iterator[tuple[str, Sizes]]:
         """Yield name and sizes of every phase that has programs: a token, several tokens, prompts."""
         yield TOKEN, ONE_TOKEN
         yield from ((f"{count} tokens at once", Sizes(count, several=True)) for count in self.grouping.counts)
+        for count in self.grouping.together:
+            yield _sequences(count), Sizes(count, several=True, of_sequences=True)
         for bucket in self.buckets:
             first, *more = prompt_context_buckets(bucket, self.positions)
             yield f"prompt of {bucket}", Sizes(bucket, first)
@@ -265,6 +283,8 @@ class Estimate:
     def _made_stretches(self, sizes: Sizes) -> Iterator[Stretch]:
         grouping = self.grouping
         tokens = grouping.tokens if sizes.several and grouping.tokens else grouping.token
+        if sizes.of_sequences:
+            tokens = grouping.sequences[sizes.count]
         chained_parts = chained(self.config, grouping.prompt if sizes.of_prompt else tokens, self.policy)
         parts = [placed for placed in chained_parts if not (self.second_copy and placed.unpacks)]
         calls = cover(parts, grouping.groups)
@@ -305,6 +325,11 @@ class Estimate:
             self._host_works[stretch, rows, depth] = host_work(moved, self._unpacked([stretch]))
         spent = spend(self._host_works[stretch, rows, depth], self.machine)
         return Moment(HOST_SIDE, "host", ", ".join(placed.part.name for placed in stretch.parts), spent)
+
+
+def _sequences(count: int) -> str:
+    """Return the name of the phase with a token of each of several sequences."""
+    return f"a token of {count} sequences each"
 
 
 def _remaining(host: Moment, running: Iterable[Moment]) -> Moment:

@@ -49,12 +49,18 @@ _SEQUENCES = {
 }
 
 
-def _attending_groups(kind: str, first: tuple[str, ...], after: str, several: bool = True) -> tuple[Group, ...]:
+def _attending_groups(kind: str, first: tuple[str, ...], after: str, **more: bool) -> tuple[Group, ...]:
     """Return the programs of the first and of other layers, with joined weights, that begin with `first`."""
     return (
-        Group(f"{kind}_first", first, windowed=True, several=several),
-        Group(f"{kind}_layer", (after, *first), windowed=True, several=several),
+        Group(f"{kind}_first", first, windowed=True, **more),
+        Group(f"{kind}_layer", (after, *first), windowed=True, **more),
     )
+
+
+def _groups_of_sequences(count: int, chain: Chain) -> tuple[Group, ...]:
+    """Return the programs for a token of each of so many sequences, but for the last one, which tokens of one have."""
+    first = chain.layers[Attention.kind][:-1]
+    return _attending_groups(f"sequences_{count}", first, _AFTER, several=True, of_sequences=True)
 
 
 def _joined_groups(kind: str, prefix: str = "") -> tuple[Group, ...]:
@@ -66,7 +72,7 @@ def _joined_groups(kind: str, prefix: str = "") -> tuple[Group, ...]:
     first, after = (f"{prefix}norm_qkv_gemv", f"{prefix}token_attn"), f"{prefix}o_ffn_gemvs"
     conv = f"{prefix}norm_gemv_conv"
     return (
-        *_attending_groups(kind, first, after, several),
+        *_attending_groups(kind, first, after, several=several),
         Group(f"{kind}_first_conv", (conv,), several=several),
         Group(f"{kind}_layer_conv", (after, conv), several=several),
         Group(f"{kind}_last", (after, f"{prefix}norm_lm_head"), several=several),
@@ -108,11 +114,7 @@ GROUPINGS = {
                 *_PROMPT_PROGRAMS,
                 *_joined_groups("decode"),
                 *_joined_groups("tokens", BATCHED),
-                *(
-                    group
-                    for count, chain in _SEQUENCES.items()
-                    for group in _attending_groups(f"sequences_{count}", chain.layers[Attention.kind][:-1], _AFTER)
-                ),
+                *(group for each in _SEQUENCES.items() for group in _groups_of_sequences(*each)),
             ),
             tokens=_TOKENS,
             sequences=_SEQUENCES,
