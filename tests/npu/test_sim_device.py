@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE, WINDOW, View
+from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE, WINDOW, Positions, View
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Binding, Call, HostBuffer
 from llama_npu2.devices.cpu import CpuDevice
@@ -63,12 +63,15 @@ def test_calls_run_in_order_on_shared_buffers() -> None:
 
 VIEWS = [
     *((FROM_POSITION, ROWS, 3, 3), (LAST_ROW, ROWS + 5, 0, ROWS + 4), (WHOLE, 1, 7, 0)),
+    *((view, ROWS, (2, 3), 3) for view in (FROM_POSITION._replace(sequence=1), View("", sequence=1, rows=3))),
+    (View(WINDOW, 5, 4, 1, 5), ROWS, (0, 8), 5 + 4),
     *((View(WINDOW, 5, 4), ROWS, at, first) for at, first in ((0, 0), (7, 0), (8, 4), (11, 4), (12, 8))),
 ]
 
 
 @pytest.mark.parametrize("view, seq, pos, first", VIEWS)
-def test_views_start_where_the_position_says(view: View, seq: int, pos: int, first: int) -> None:
+def test_views_start_where_the_position_says(view: View, seq: int, pos: Positions, first: int) -> None:
+    assert view == WHOLE or View.parse(str(view)) == view
     long, b, out = rows(4 * ROWS, 1), rows(ROWS, 2), rows(ROWS, 3)
     submission([Call(program(), [bind(long, view), bind(b), bind(out)])]).run(seq, pos)
     assert (out.array == add.reference(long.array[first : first + ROWS], b.array)).all()

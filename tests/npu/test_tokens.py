@@ -1,7 +1,10 @@
-"""Several tokens at once on the array: each has the bits that it has alone, and drafts change no token."""
+"""Several tokens at once on the array, of one or of several sequences: each has the bits that it has alone."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,9 @@ from ml_dtypes import bfloat16
 
 from llama_npu2 import Llama, load
 from llama_npu2.artifact.plan import TOKENS
+from llama_npu2.artifact.validation import check_manifest
+from llama_npu2.engine.completion import Completion
+from llama_npu2.engine.serving import Serving
 from llama_npu2.errors import UserError
 from stages.air import AirModule
 from stages.graph import Build
@@ -20,13 +26,11 @@ from stages.graph.options import parse_options
 from stages.kernels import flash_attention, kernels, rms_norm, token_attention
 from stages.kernels.tokens import ACTIVATIONS, COUNTS, Tokens
 from stages.weights.formats import formats
-from tests.conftest import build
 from tests.npu.test_sim_kernels import token_table
-from tests.support.npu_shapes import FEW
+from tests.support.several import COUNT, build_several
 from tests.support.sim_kernels import empty, execute, random
 from tests.support.sim_support import run
 
-COUNT = COUNTS[-1]
 COLS, OUT = 256, 512
 NORM = {"eps": 1e-5}
 
@@ -174,7 +178,7 @@ def test_attention_of_a_token_sees_those_before_it(
 
 @pytest.fixture(scope="module")
 def directory(artifacts: Path) -> Path:
-    return build("demo", artifacts, target="npu2-sim", weights="int4", tokens=str(COUNT), **FEW)
+    return build_several(artifacts)
 
 
 REPEATED = "one two three four five one two three four five one two three"
@@ -237,8 +241,102 @@ def test_drafts_change_no_token_and_save_submissions(directory: Path, options: d
             assert ran_with_drafts < ran
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "norm", "window"),
+    [(4, 2, rms_norm.Norm(1e-6), None), (6, 2, None, 70)],
+    ids=["norm", "window"],
+)
+def test_attention_of_a_sequence_is_that_of_its_token_alone(
+    heads: int, kv_heads: int, norm: rms_norm.Norm | None, window: int | None
+) -> None:
+    """It takes one row of many, and writes none of the others."""
+    dim, sequence = 64, 2
+    sizes = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": dim,
+        "window": 128,
+        "scalar": dim,
+        "sees": window or flash_attention.ALL,
+    }
+    sizes |= {"eps": 1e-6} if norm else {}
+    name = "norm_token_attention" if norm else "token_attention"
+    of = [kernels()[name], kernels()[f"sequence_{name}"]]
+    tiled = [kernel.sliding if window else kernel.tiling for kernel in of]
+    more: list[dict[str, int]] = [{}, {"sequences": COUNT, "sequence": sequence}]
+    alone, among = (tile(sizes | each) for tile, each in zip(tiled, more, strict=True))  # type: ignore[misc]
+    x = random(COUNT, (heads + 2 * kv_heads) * dim, seed=3)
+    norms = [random(dim, seed=seed) for seed in (4, 5)] if norm else []
+    given = *norms, token_table(77, dim)[0], random(alone.window, 2 * kv_heads * dim, seed=6)  # type: ignore[attr-defined]
+    out, row = random(COUNT, heads * dim, seed=7), empty(2 * kv_heads * dim)
+    *_, one, one_row = run(of[0].program(alone).module, (x[sequence], *given, empty(heads * dim), row.copy()))[0]  # type: ignore[misc]
+    *_, all_rows, own_row = run(of[1].program(among).module, (x, *given, out, row))[0]  # type: ignore[misc]
+    expected = out.copy()
+    expected[sequence] = one
+    assert all_rows.tobytes() == expected.tobytes() and own_row.tobytes() == one_row.tobytes()
+
+
+TEXTS = ["one two three four", "The capital of France", "Once upon a time there was", "a"]
+
+
+def test_sequences_at_once_are_what_each_is_alone(directory: Path) -> None:
+    """With places that are left, too, and a prompt that comes while others get their tokens."""
+    with closing(load(directory, 2)) as llm:
+        assert f"sequences take turns, {COUNT} at once" in llm.description
+        asked = [{"max_tokens": most, "logprobs": 1} for most in (6, 3, 9, 2)]
+        alone = [next(llm.complete(text, raw=True, **each)) for text, each in zip(TEXTS, asked, strict=True)]
+
+        async def together(engine: Serving) -> list[Completion]:
+            streams = [engine.submit(text, raw=True, **each) for text, each in zip(TEXTS, asked, strict=True)]
+            return [await stream.whole() for stream in streams]
+
+        with llm.engine(speculate=False) as engine:
+            found = asyncio.run(together(engine))
+            assert engine.counts.joined
+    assert [(each.tokens, each.logprobs) for each in found] == [(each.tokens, each.logprobs) for each in alone]
+
+
+BAD = {
+    ("kv_cache.0@pos+1x256", "kv_cache.0@pos+1x255"): "binds another sequence's rows to slot",
+    ("kv_cache.0@pos+1x256", f"kv_cache.0@pos+{COUNT}x256"): f"sees another sequence than its {COUNT}",
+    ("token_table@pos+1x0", "token_table@pos+1x1"): "binds another sequence's rows to slot",
+    ("x.0", "x.0@pos+1x0"): "binds another sequence's rows to slot",
+}
+
+
+@pytest.mark.parametrize(("reference", "changed"), BAD)
+def test_places_of_sequences_are_checked(reference: str, changed: str, directory: Path) -> None:
+    content = json.loads((directory / "manifest.json").read_text())
+    check_manifest(content)
+    buffers = next(c["buffers"] for c in content["plans"][f"sequences@{COUNT}@256"] if reference in c["buffers"])
+    buffers[buffers.index(reference)] = changed
+    with pytest.raises(ValueError, match=re.escape(BAD[reference, changed])):
+        check_manifest(content)
+
+
+def test_a_place_ends_where_the_next_begins(directory: Path) -> None:
+    """A prompt's programs, and those of a single token, have the first one alone."""
+    content = json.loads((directory / "manifest.json").read_text())
+    cache = content["buffers"]["kv_cache.0"]
+    assert cache["sequences"] == COUNT and cache["shape"][0] == COUNT * 256
+    cache["shape"][0] = COUNT * 255
+    with pytest.raises(ValueError, match="binds 130560 bytes to slot kv_window, which needs 131072"):
+        check_manifest(content)
+    cache["sequences"] = 7
+    with pytest.raises(ValueError, match=r"buffers\.kv_cache\.0 is no cache of 7 sequences"):
+        check_manifest(content)
+    content["plans"]["decode@256"][1]["buffers"][-2] = "kv_cache.0@pos+1x256"
+    cache |= {"shape": [COUNT * 256, cache["shape"][1]], "sequences": COUNT}
+    with pytest.raises(ValueError, match="sees another sequence than its 1"):
+        check_manifest(content)
+
+
 def test_what_has_no_such_programs_is_refused(artifacts: Path) -> None:
     with pytest.raises(UserError, match=r"npu\.tokens=4: several tokens at once take the weights of all layers alike"):
         _ = Build(parse_options({"target": "npu2-sim", "npu.tokens": "4"})).grouping
-    with pytest.raises(UserError, match=r"npu\.tokens=3: must be 2 or 4 or 8"):
-        parse_options({"npu.tokens": "3"})
+    for name in ("tokens", "sequences"):
+        with pytest.raises(UserError, match=rf"npu\.{name}=3: must be 2 or 4 or 8"):
+            parse_options({f"npu.{name}": "3"})
+    given = {"target": "npu2-sim", "npu.sequences": "4", "weights": "int4"}
+    with pytest.raises(UserError, match=r"npu\.sequences=4: convolutions of lfm2 look back at one sequence's rows"):
+        _ = Build(parse_options({**given, "model": "random:lfm2-350m", "artifacts": str(artifacts)})).grouping

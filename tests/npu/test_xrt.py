@@ -67,6 +67,7 @@ from tests.support import pyxrt_standin
 from tests.support.faults import ON_ARRAY
 from tests.support.npu_shapes import FEW
 from tests.support.pyxrt_standin import IN_FLIGHT, NEWEST, Facts, declared, install, release
+from tests.support.several import build_several
 from tests.support.sim_support import objects
 
 ROWS, COLS = 4, 64
@@ -770,6 +771,25 @@ def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_p
     assert [token["submissions"] for token in others] == [1] * len(others)
     crossing = host_traffic(read_config(ROOT / "models/demo/config.json"), attends=True)["token"]
     assert {token["to_device"] + token["from_device"] for token in others[1:]} == {crossing}
+
+
+def test_tokens_of_sequences_at_once_are_the_simulators(artifacts: Path, tmp_path: Path) -> None:
+    """One submission makes a token of each, with its own place in the caches."""
+    simulated, asked = build_several(artifacts), {"max_tokens": 4, "logprobs": 1}
+    texts = [PROMPT, "one two three", "Once upon a time", "a b c"]
+    with contextlib.closing(load(simulated, 2)) as llm:
+        alone = [next(llm.complete(text, raw=True, **asked)) for text in texts]
+
+    async def together(engine: Serving) -> list[Completion]:
+        streams = [engine.submit(text, raw=True, **asked) for text in texts]
+        return [await stream.whole() for stream in streams]
+
+    install()
+    with contextlib.closing(load(as_npu2(simulated, tmp_path / "npu2"), 2)) as llm:
+        with llm.engine(speculate=False) as engine:
+            replies, before = asyncio.run(together(engine)), llm.device.counts.submissions
+            assert engine.counts.joined and before == engine.counts.steps
+    assert [(reply.tokens, reply.logprobs) for reply in replies] == [(each.tokens, each.logprobs) for each in alone]
 
 
 @pytest.mark.thorough

@@ -165,7 +165,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "last row behind": (bind(0, "x.0@last"), "to slot x_in, which needs 523776 for 512 rows"),
     "window of rows": (bind(0, "x.0@window:4:4"), "binds the view of a window to slot x_in, whose shape is not fixed"),
     "rows from a position": (bind(0, "x.0@pos"), "to slot x_in, which needs"),
-    "a longer context": (put(2049, "model", "max_seq"), "to slot lut_q, which needs 524544 for 1 rows from 2048 on"),
+    "a longer context": (put(2049, "model", "max_seq"), "is no cache of 2049 positions in blocks of 128"),
     "longer chunks": (size("tokens", 513), "needs"),
     # caches in blocks
     "few blocks": (

@@ -167,8 +167,8 @@ def check_manifest(content: Spec) -> Plans:
         inside("model", _MODEL, content["model"])
         _check_model(content)
         _check_phases(content, plans)
-        _check_calls(content, plans)
         _check_caches(content)
+        _check_calls(content, plans)
     return plans
 
 

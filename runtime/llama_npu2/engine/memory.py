@@ -101,15 +101,17 @@ def memory_of_blocks(manifest: Manifest, blocks: int) -> int:
 def memory_needed(manifest: Manifest, blocks: int = 0) -> int:
     """Return the bytes that weights, activations and caches of so many blocks take, once all of them were used.
 
-    Caches have room for at least one sequence that fills the context.
+    Caches have room for at least as many sequences that fill the context as the device takes at once.
     """
     own = (name for name, spec in manifest.buffers.items() if "at" not in spec and spec["kind"] != "cache")
-    caches = memory_of_blocks(manifest, max(blocks, _blocks_of_context(manifest)))
+    caches = memory_of_blocks(manifest, max(blocks, _least_blocks(manifest)))
     return sum(map(manifest.nbytes, own)) + caches + _shared_bytes(manifest)
 
 
-def _blocks_of_context(manifest: Manifest) -> int:
-    return -(-int(manifest.model["max_seq"]) // BLOCK_POSITIONS)
+def _least_blocks(manifest: Manifest) -> int:
+    """Return how many blocks the sequences take that the device takes at once, if each fills the context."""
+    sequences = max((spec.get("sequences", 1) for spec in manifest.buffers.values()), default=1)
+    return sequences * -(-int(manifest.model["max_seq"]) // BLOCK_POSITIONS)
 
 
 def _shared_bytes(manifest: Manifest) -> int:
@@ -125,12 +127,13 @@ class Memory:
     another memory of the manifest, each of these buffers has memory of its own instead and keeps its content until it
     is written again; all others are those of `shared_from`.
 
-    Caches in blocks have room for `blocks` of them, and at least for those of one sequence that fills the context.
+    Caches in blocks have room for `blocks` of them, and at least for those of as many sequences that fill the context
+    as the device takes at once.
     """
 
     def __init__(self, manifest: Manifest, device: Device, shared_from: Memory | None = None, blocks: int = 0) -> None:
         self._device = device
-        self.blocks = max(blocks, _blocks_of_context(manifest))
+        self.blocks = max(blocks, _least_blocks(manifest))
         self._in_blocks = cache_blocks(manifest)
         self._manifest, self._specs = manifest, manifest.buffers
         self._on_device = {
