@@ -211,21 +211,26 @@ def another_place(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def idle_places_stay(patch: pytest.MonkeyPatch) -> None:
-    """What a program writes where no sequence is, is forgotten."""
+def idle_places_begin_anew(patch: pytest.MonkeyPatch) -> None:
+    """A program's token in a place that is left is written over the first one there."""
     together = TurnSteps._run_together
 
     def run(self: TurnSteps, phase: Phase, runs: Sequence[Run]) -> np.ndarray:
-        places, loaded = self._places(runs), [*self._loaded]
+        idle, process = {*range(phase.rows)}.difference(self._places(runs)), self._process
+
+        def anew(phase: Phase, tokens: Sequence[int], positions: Positions) -> np.ndarray:
+            assert not isinstance(positions, int)
+            return process(phase, tokens, [0 if place in idle else at for place, at in enumerate(positions)])
+
+        self._process = anew
         found = together(self, phase, runs)
-        for place in {*range(phase.rows)}.difference(places):
-            self._loaded[place] = loaded[place]
+        self._process = process
         return found
 
     patch.setattr(TurnSteps, "_run_together", run)
 
 
-@pytest.mark.parametrize("fault", [another_place, idle_places_stay])
+@pytest.mark.parametrize("fault", [another_place, idle_places_begin_anew])
 def test_faults_of_places_show(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):

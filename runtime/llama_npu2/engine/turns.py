@@ -125,14 +125,19 @@ class TurnSteps:
         return logits[len(logits) - run.logits :].copy()
 
     def _run_together(self, phase: Phase, runs: Sequence[Run]) -> np.ndarray:
-        """Process a token of each of several sequences. What a program does in places that are left is never read."""
+        """Process a token of each of several sequences.
+
+        The program takes one in each place that is left, too, after what is there, which is kept where that has room.
+        """
         places = self._places(runs)
         self._fill(runs, places)
         tokens, positions = [0] * phase.rows, [0] * phase.rows
         for run, place in zip(runs, places, strict=True):
             tokens[place], positions[place] = run.tokens[0], run.position
         for place in {*range(phase.rows)}.difference(places):
-            self._loaded[place] = []
+            positions[place] = len(self._loaded[place]) * BLOCK_POSITIONS
+            if positions[place] >= phase.context:
+                positions[place], self._loaded[place] = 0, []
         started = self._clock()
         logits = self._process(phase, tokens, positions)
         self._note_token(started)
