@@ -27,7 +27,8 @@ from stages.kernels import flash_attention, kernels, rms_norm, token_attention
 from stages.kernels.tokens import ACTIVATIONS, COUNTS, Tokens
 from stages.weights.formats import formats
 from tests.npu.test_sim_kernels import token_table
-from tests.support.several import COUNT, build_several
+from tests.support.several import SEQUENCES, build_several
+from tests.support.several import TOKENS as COUNT
 from tests.support.sim_kernels import empty, execute, random
 from tests.support.sim_support import run
 
@@ -263,12 +264,12 @@ def test_attention_of_a_sequence_is_that_of_its_token_alone(
     name = "norm_token_attention" if norm else "token_attention"
     of = [kernels()[name], kernels()[f"sequence_{name}"]]
     tiled = [kernel.sliding if window else kernel.tiling for kernel in of]
-    more: list[dict[str, int]] = [{}, {"sequences": COUNT, "sequence": sequence}]
+    more: list[dict[str, int]] = [{}, {"sequences": SEQUENCES, "sequence": sequence}]
     alone, among = (tile(sizes | each) for tile, each in zip(tiled, more, strict=True))  # type: ignore[misc]
-    x = random(COUNT, (heads + 2 * kv_heads) * dim, seed=3)
+    x = random(SEQUENCES, (heads + 2 * kv_heads) * dim, seed=3)
     norms = [random(dim, seed=seed) for seed in (4, 5)] if norm else []
     given = *norms, token_table(77, dim)[0], random(alone.window, 2 * kv_heads * dim, seed=6)  # type: ignore[attr-defined]
-    out, row = random(COUNT, heads * dim, seed=7), empty(2 * kv_heads * dim)
+    out, row = random(SEQUENCES, heads * dim, seed=7), empty(2 * kv_heads * dim)
     *_, one, one_row = run(of[0].program(alone).module, (x[sequence], *given, empty(heads * dim), row.copy()))[0]  # type: ignore[misc]
     *_, all_rows, own_row = run(of[1].program(among).module, (x, *given, out, row))[0]  # type: ignore[misc]
     expected = out.copy()
@@ -282,7 +283,7 @@ TEXTS = ["one two three four", "The capital of France", "Once upon a time there 
 def test_sequences_at_once_are_what_each_is_alone(directory: Path) -> None:
     """With places that are left, too, and a prompt that comes while others get their tokens."""
     with closing(load(directory, 2)) as llm:
-        assert f"sequences take turns, {COUNT} at once" in llm.description
+        assert f"sequences take turns, {SEQUENCES} at once" in llm.description
         asked = [{"max_tokens": most, "logprobs": 1} for most in (6, 3, 9, 2)]
         alone = [next(llm.complete(text, raw=True, **each)) for text, each in zip(TEXTS, asked, strict=True)]
 
@@ -298,7 +299,7 @@ def test_sequences_at_once_are_what_each_is_alone(directory: Path) -> None:
 
 BAD = {
     ("kv_cache.0@pos+1x256", "kv_cache.0@pos+1x255"): "binds another sequence's rows to slot",
-    ("kv_cache.0@pos+1x256", f"kv_cache.0@pos+{COUNT}x256"): f"sees another sequence than its {COUNT}",
+    ("kv_cache.0@pos+1x256", f"kv_cache.0@pos+{SEQUENCES}x256"): f"sees another sequence than its {SEQUENCES}",
     ("token_table@pos+1x0", "token_table@pos+1x1"): "binds another sequence's rows to slot",
     ("x.0", "x.0@pos+1x0"): "binds another sequence's rows to slot",
 }
@@ -308,7 +309,7 @@ BAD = {
 def test_places_of_sequences_are_checked(reference: str, changed: str, directory: Path) -> None:
     content = json.loads((directory / "manifest.json").read_text())
     check_manifest(content)
-    buffers = next(c["buffers"] for c in content["plans"][f"sequences@{COUNT}@256"] if reference in c["buffers"])
+    buffers = next(c["buffers"] for c in content["plans"][f"sequences@{SEQUENCES}@256"] if reference in c["buffers"])
     buffers[buffers.index(reference)] = changed
     with pytest.raises(ValueError, match=re.escape(BAD[reference, changed])):
         check_manifest(content)
@@ -318,15 +319,15 @@ def test_a_place_ends_where_the_next_begins(directory: Path) -> None:
     """A prompt's programs, and those of a single token, have the first one alone."""
     content = json.loads((directory / "manifest.json").read_text())
     cache = content["buffers"]["kv_cache.0"]
-    assert cache["sequences"] == COUNT and cache["shape"][0] == COUNT * 256
-    cache["shape"][0] = COUNT * 255
+    assert cache["sequences"] == SEQUENCES and cache["shape"][0] == SEQUENCES * 256
+    cache["shape"][0] = SEQUENCES * 255
     with pytest.raises(ValueError, match="binds 130560 bytes to slot kv_window, which needs 131072"):
         check_manifest(content)
     cache["sequences"] = 7
     with pytest.raises(ValueError, match=r"buffers\.kv_cache\.0 is no cache of 7 sequences"):
         check_manifest(content)
     content["plans"]["decode@256"][1]["buffers"][-2] = "kv_cache.0@pos+1x256"
-    cache |= {"shape": [COUNT * 256, cache["shape"][1]], "sequences": COUNT}
+    cache |= {"shape": [SEQUENCES * 256, cache["shape"][1]], "sequences": SEQUENCES}
     with pytest.raises(ValueError, match="sees another sequence than its 1"):
         check_manifest(content)
 

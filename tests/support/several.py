@@ -7,11 +7,12 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from stages.kernels.tokens import COUNTS
 from tests.conftest import ROOT, build
 from tests.support.npu_shapes import FEW
 
-COUNT = 4
-"""How many, of one sequence or of as many."""
+TOKENS, SEQUENCES = COUNTS[-1], 4
+"""How many of one sequence, and of how many sequences one each."""
 
 
 def build_several(artifacts: Path) -> Path:
@@ -20,5 +21,5 @@ def build_several(artifacts: Path) -> Path:
     with FileLock(artifacts.with_name("several.lock")):
         if not model.exists():
             shutil.copytree(ROOT / "models/demo", model)
-        chosen = {"tokens": str(COUNT), "sequences": str(COUNT)}
+        chosen = {"tokens": str(TOKENS), "sequences": str(SEQUENCES)}
         return build(model, artifacts, target="npu2-sim", weights="int4", **chosen, **FEW)
