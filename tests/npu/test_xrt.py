@@ -34,7 +34,7 @@ from ml_dtypes import bfloat16
 from llama_npu2 import UserError, load
 from llama_npu2.artifact.dtypes import nbytes
 from llama_npu2.artifact.manifest import Manifest, NpuProgram
-from llama_npu2.artifact.plan import FROM_POSITION, WHOLE
+from llama_npu2.artifact.plan import FROM_POSITION, TOKENS, WHOLE
 from llama_npu2.artifact.storage import File
 from llama_npu2.artifact.validation import check_manifest
 from llama_npu2.cli import bench
@@ -787,9 +787,20 @@ def test_tokens_of_sequences_at_once_are_the_simulators(artifacts: Path, tmp_pat
     install()
     with contextlib.closing(load(as_npu2(simulated, tmp_path / "npu2"), 2)) as llm:
         with llm.engine(speculate=False) as engine:
-            replies, before = asyncio.run(together(engine)), llm.device.counts.submissions
-            assert engine.counts.joined and before == engine.counts.steps
+            replies = asyncio.run(together(engine))
+            assert engine.counts.joined and llm.device.counts.submissions == engine.counts.steps
     assert [(reply.tokens, reply.logprobs) for reply in replies] == [(each.tokens, each.logprobs) for each in alone]
+
+
+def test_the_first_logits_of_several_tokens_are_the_simulators(artifacts: Path, tmp_path: Path) -> None:
+    """The host looks at them for the first time after the device has written them."""
+    simulated, found = build_several(artifacts), []
+    install()
+    for directory in (simulated, as_npu2(simulated, tmp_path / "npu2")):
+        with contextlib.closing(load(directory, 2)) as llm:
+            phase = next(phase for phase in llm.calls if phase.kind == TOKENS)
+            found.append(llm._run_tokens(phase, range(5, 5 + phase.rows), 0).tobytes())
+    assert found[0] == found[1]
 
 
 @pytest.mark.thorough

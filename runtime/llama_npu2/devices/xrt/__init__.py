@@ -77,8 +77,9 @@ class XrtDevice:
         return buffer
 
     def array(self, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-        if isinstance(buffer, XrtBuffer):
+        if isinstance(buffer, XrtBuffer) and not buffer.shown:
             buffer.shown = True
+            buffer.from_device(0, buffer.nbytes)
         array: np.ndarray = buffer.bytes.view(dtype).reshape(shape)
         return array
 
