@@ -53,8 +53,6 @@ class Group:
     """Whether its shapes depend on the context bucket of the KV cache that it attends over."""
     several: bool = False
     """Whether its shapes depend on how many tokens it takes."""
-    of_sequences: bool = False
-    """Whether these are tokens of several sequences, of which each has keys of its own."""
 
 
 @dataclass(frozen=True)
@@ -175,22 +173,6 @@ def context_buckets(positions: int) -> list[int]:
     """
     doubled = list(itertools.takewhile(lambda size: size < positions, (CONTEXT_BUCKET << i for i in itertools.count())))
     return [*doubled, -(-positions // CONTEXT_BUCKET) * CONTEXT_BUCKET]
-
-
-def tokens_context_buckets(positions: int) -> list[int]:
-    """Return the context buckets of programs of several tokens, ascending: every third of a token's.
-
-    They are few for the same reason as those of prompts.
-    """
-    return context_buckets(positions)[::-PROMPT_STEP][::-1]
-
-
-def sequences_context_buckets(positions: int) -> list[int]:
-    """Return the context buckets of programs for tokens of several sequences, ascending: those of a token.
-
-    Each sequence has keys of its own to read, so that longer ones cost several times what they cost a token.
-    """
-    return context_buckets(positions)
 
 
 def prompt_context_buckets(bucket: int, positions: int) -> list[int]:
@@ -348,9 +330,8 @@ def _sized(config: Config, program: Program, group: Group, buckets: Sequence[int
         sizes: Sequence[int | None] = (None,)
         if group.windowed:
             sizes = context_buckets(positions)
-            if bucket:
-                several = sequences_context_buckets if group.of_sequences else tokens_context_buckets
-                sizes = several(positions) if group.several else prompt_context_buckets(bucket, positions)
+            if bucket and not group.several:
+                sizes = prompt_context_buckets(bucket, positions)
         sliding = None if group.prompt else _sliding(config, program, bucket or 1)
         kept = [size for size in sizes if not size or not sliding or size <= sliding.window]
         for number, context in enumerate(kept):

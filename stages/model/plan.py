@@ -48,8 +48,6 @@ from stages.model.grouping import (
     entry_of,
     programs,
     prompt_context_buckets,
-    sequences_context_buckets,
-    tokens_context_buckets,
 )
 from stages.model.lifetimes import LaunchAccess, places
 from stages.model.part import HISTORY, KV, Dim, Launch, Slot, resolved
@@ -176,9 +174,9 @@ class _Planner:
         if not self.context_buckets:
             self._add_phase(DECODE, token)
         if self.grouping.tokens:
-            for count, context in itertools.product(self.grouping.counts, tokens_context_buckets(self.config.max_seq)):
+            for count, context in itertools.product(self.grouping.counts, context_buckets(self.config.max_seq)):
                 self._add_phase(Phase(TOKENS, count, context), self.grouping.tokens, count, context)
-        for count, context in itertools.product(self.grouping.together, sequences_context_buckets(self.config.max_seq)):
+        for count, context in itertools.product(self.grouping.together, context_buckets(self.config.max_seq)):
             self._add_phase(Phase(SEQUENCES, count, context), self.grouping.sequences[count], count, context)
         self._place_sequences(max(self.grouping.together, default=1))
         if self.buckets:

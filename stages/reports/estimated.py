@@ -142,8 +142,8 @@ class Estimate:
     def grouping(self) -> Grouping:
         """Which parts the programs have."""
         grouping = GROUPINGS[self.name].of(self.config, self.policy)
-        chosen = {"counts": tuple(self.counts), "together": tuple(self.together)}
-        return replace(grouping, **chosen) if grouping.tokens else grouping
+        chosen = replace(grouping, counts=tuple(self.counts), together=tuple(self.together))
+        return chosen if grouping.tokens else grouping
 
     @property
     def window(self) -> int:

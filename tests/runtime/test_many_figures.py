@@ -19,15 +19,26 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llama_npu2 import Llama, load
-from llama_npu2.artifact.plan import BLOCK_POSITIONS
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, DECODE, PREFILL, TOKENS, Phase, Positions
 from llama_npu2.engine.batch.pace import Pace
 from llama_npu2.engine.batch.scheduler import Scheduler
+from llama_npu2.engine.chunks import Chunks
 from llama_npu2.engine.memory import memory_of_blocks
+from llama_npu2.engine.turns import TurnSteps
+from stages.estimate.constants import Machine
+from stages.kernels.tokens import COUNTS
+from stages.model.families import parse_config
+from stages.model.grouping import context_buckets
+from stages.model.policy import parse_policy
+from stages.model.presets import PRESETS
+from stages.reports.estimated import TOKEN, Estimate
 from tests.conftest import build
 from tests.support.model_schedules import Reply
 from tests.support.schedules import all_back
@@ -396,6 +407,53 @@ def test_replies_of_the_small_model_come_as_fast_in_shapes_of_a_1b(
             found[kind] = told(f"1B in {weights}, {kind}", made, pace)
     assert all(times >= 2 for kind, (_, times) in found.items() if kind in REPEATING)
     assert found["free text"][0] >= 0.97
+
+
+def estimated(count: int) -> Chunks:
+    """The phases of Llama-3.2-1B in int4 on the NPU, with programs of so many tokens, and their estimated times."""
+    config, policy, longest = parse_config(PRESETS["llama-3.2-1b"], "a preset"), parse_policy("int4"), 4096
+    times: dict[Phase, float] = {PREFILL._replace(rows=512): 500.0}
+    for window in context_buckets(longest):
+        of = Estimate(config, "fused", (), Machine(), policy, window - count, longest, counts=(count,)).times()
+        times |= {
+            DECODE._replace(context=window): of[TOKEN],
+            Phase(TOKENS, count, window): of[f"{count} tokens at once"],
+        }
+    return Chunks(times, context_buckets(longest))
+
+
+def taken(reply: Replied, chunks: Chunks, speculate: bool) -> float:
+    """The seconds that a reply's tokens after the first take on a device whose phases take the times of `chunks`."""
+    clock, vocab = [0.0], 1 << 16
+
+    def process(phase: Phase, ids: Sequence[int], position: Positions) -> np.ndarray:
+        clock[0] += chunks.milliseconds[phase] / 1e3
+        return np.zeros((len(ids) if phase.kind == TOKENS else 1, vocab), np.float32)
+
+    manifest: Any = SimpleNamespace(buffers={}, model={"vocab": vocab, "max_seq": LONG})
+    memory: Any = SimpleNamespace()
+    steps = TurnSteps(manifest, memory, LONG // BLOCK_POSITIONS, chunks, process, lambda: clock[0])
+    work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, LONG, speculate, clock=lambda: clock[0], turns=steps)
+    work.add(one := Replayed(reply.prompt, reply.tokens))
+    while len(one.ids) == len(reply.prompt):
+        work.step()
+    began = clock[0]
+    while work.busy:
+        work.step()
+    return clock[0] - began
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_drafts_pay_on_the_npu_by_the_estimate(count: int, replies: dict[str, list[Replied]]) -> None:
+    """What was said is replayed, so that the same tokens come true."""
+    chunks, found = estimated(count), {}
+    for kind, each in replies.items():
+        long = [reply for reply in each if len(reply.tokens) > 1]
+        found[kind] = sorted(taken(reply, chunks, False) / taken(reply, chunks, True) for reply in long)
+        least, most = found[kind][0], found[kind][-1]
+        print(f"npu.tokens={count}, {kind}: {statistics.median(found[kind]):.2f}x ({least:.2f} to {most:.2f})")
+    assert found["free text"][0] >= 0.97
+    assert statistics.median(found["edits"]) > 1.1
 
 
 def test_drawn_replies_are_the_same_with_drafts(llm: Llama) -> None:

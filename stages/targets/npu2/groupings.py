@@ -60,7 +60,7 @@ def _attending_groups(kind: str, first: tuple[str, ...], after: str, **more: boo
 def _groups_of_sequences(count: int, chain: Chain) -> tuple[Group, ...]:
     """Return the programs for a token of each of so many sequences, but for the last one, which tokens of one have."""
     first = chain.layers[Attention.kind][:-1]
-    return _attending_groups(f"sequences_{count}", first, _AFTER, several=True, of_sequences=True)
+    return _attending_groups(f"sequences_{count}", first, _AFTER, several=True)
 
 
 def _joined_groups(kind: str, prefix: str = "") -> tuple[Group, ...]:
