@@ -151,7 +151,7 @@ INLINE void fix_sums(const float *totals, int64_t groups, float *unit, int32_t *
 
 // Quantises a row of x by groups.
 template <class Format>
-void quantise_groups(const bf16 *x, const SizeOf<Format> &size, const RowOf<Format> &row) {
+NOINLINE void quantise_groups(const bf16 *x, const SizeOf<Format> &size, const RowOf<Format> &row) {
     constexpr int64_t inputs = Format::inputs, block_groups = fixed_inputs / inputs;
     const FixedSize fixed = size.fixed();
     const int64_t own = (size.cols + inputs - 1) / inputs;

@@ -81,7 +81,7 @@ INLINE void expect_row(const AddResidual &epilogue, int64_t r, int64_t column, i
 
 // One panel of a row: `sums[w * panel_rows + i]` of weight w, output panel * panel_rows + i.
 template <class Epilogue>
-INLINE void finish_panel(const Epilogue &epilogue, int64_t panel, int64_t out_cols, const float *sums) {
+NOINLINE void finish_panel(const Epilogue &epilogue, int64_t panel, int64_t out_cols, const float *sums) {
     const int64_t column = panel * panel_rows;
     epilogue.row(sums, 0, column, out_cols - column < panel_rows ? out_cols - column : panel_rows);
 }

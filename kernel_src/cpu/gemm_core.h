@@ -116,7 +116,7 @@ struct PanelGroups {
 
     // What a task reads behind the first `done` elements of its panels: a block of `block` elements, behind the last one
     // the first of the next task.
-    Upcoming upcoming(const GemmTask &task, int64_t done, int64_t block) const {
+    NOINLINE Upcoming upcoming(const GemmTask &task, int64_t done, int64_t block) const {
         const bool same = done < panel_elements;
         const int64_t group = same ? task.group : task.following, begin = same ? done : 0, left = panel_elements - begin;
         const bool here = group * panels < panel_count(out_cols);

@@ -332,6 +332,19 @@ constexpr int64_t direct_rows = 0;
 
 #endif
 
+template <class Format>
+constexpr int64_t wide_groups = inputs_per_block / Format::inputs;  // that are widened at once
+
+// Widens `count` groups of a tile's panels from group `first` on, and asks for `next` meanwhile.
+template <class Format>
+NOINLINE void widen_panels(WideGroup<Format> (*wide)[wide_groups<Format>], const uint8_t *const *panels, int64_t first, int64_t count,
+                           const Upcoming &next) {
+    for (int64_t g = 0; g < count; g++) {
+        next.fetch(g, count);
+        for (int64_t p = 0; p < group_panels; p++) wide[p / grouped_panels][g].widen(panels[p], p % grouped_panels, first + g);
+    }
+}
+
 template <class Format, class Epilogue>
 class GroupedGemm {
 public:
@@ -415,7 +428,7 @@ public:
 private:
     using Panel = GroupedPanel<Format>;
     static constexpr int64_t tiles_across = group_panels / grouped_panels;
-    static constexpr int64_t groups_per_block = inputs_per_block / Format::inputs;
+    static constexpr int64_t groups_per_block = wide_groups<Format>;
     static constexpr int64_t fixed_groups = fixed_inputs / Format::inputs;
     static constexpr int64_t tile_groups = takes_bytes<Format> ? groups_per_block : fixed_groups;  // that a tile sums at once
     static constexpr int64_t wide_bytes = tiles_across * groups_per_block * sizeof(WideGroup<Format>);
@@ -432,13 +445,10 @@ private:
 
     RowOf<Format> taken(int64_t row) const { return size_.at(fixed_ + (first_ + row) * size_.bytes()); }
 
-    // Asks for `next` meanwhile.
     void widen(int64_t column, int64_t first, int64_t count, const Upcoming &next) {
-        for (int64_t g = 0; g < count; g++) {
-            next.fetch(g, count);
-            for (int64_t p = 0; p < group_panels; p++)
-                wide_[p / grouped_panels][g].widen(groups_.panel(column, p), p % grouped_panels, first + g);
-        }
+        const uint8_t *panels[group_panels];
+        for (int64_t p = 0; p < group_panels; p++) panels[p] = groups_.panel(column, p);
+        widen_panels<Format>(wide_, panels, first, count, next);
     }
 
     void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *products) const {

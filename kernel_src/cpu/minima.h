@@ -64,7 +64,7 @@ INLINE void split_sums(const FixedSize &size, const FixedRow &row) {
 
 // Fixes a row of x, as products with a format need it.
 template <class Format>
-INLINE void fix_for(const bf16 *x, const FixedSize &size, const FixedRow &row) {
+NOINLINE void fix_for(const bf16 *x, const FixedSize &size, const FixedRow &row) {
     fix_row(x, size, row);
     split_sums<Format>(size, row);
 }

@@ -17,6 +17,7 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross a function boundary that is not inlined
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarms out of the compiler's own intrinsics
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 // Whether the machine's own requests for lines run as far ahead as few long streams need: how panels are best read depends
