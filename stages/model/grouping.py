@@ -94,7 +94,8 @@ class Grouping:
         """Return the grouping for a policy: this one or `joined`."""
         if not self.joined or not joins(config, policy):
             return self
-        return replace(self.joined, counts=self.counts, together=self.together)
+        chosen = self.counts, self.together
+        return replace(self.joined, counts=chosen[0], together=chosen[1]) if any(chosen) else self.joined
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def test_a_program_divides_its_attention_as_its_view_does() -> None:
     slides = next(program for program in made if program.sliding)
     fixed = next(program for program in made if program.entry == slides.entry and program.context == 512)
     of_slides, of_fixed = (build_module(program, config.dimensions()).tilings for program in (slides, fixed))
-    assert sum(tiling is slides.sliding for tiling in of_slides) == 1
+    assert sum(tiling == slides.sliding for tiling in of_slides) == 1
     assert not any(getattr(tiling, "slides", False) for tiling in of_fixed)
 
 

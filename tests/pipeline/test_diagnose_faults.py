@@ -260,8 +260,8 @@ ARRAY = [
     Fault(
         "sign",
         "grouped_sums.h",
-        "sum = aie::sub(sum, product(split(least)",
-        "sum = aie::add(sum, product(split(least)",
+        "sum = aie::sub(sum, product(split(total.least)",
+        "sum = aie::add(sum, product(split(total.least)",
         ("int4_norm_gemv", "decode@128", 0),
         NPU_INT4,
     ),
@@ -324,8 +324,8 @@ ARRAY = [
     Fault(
         "index",
         "grouped_gemv.cc",
-        "norm_row<COLS>(x, x + INPUTS, x, eps);",
-        "norm_row<COLS>(x, x + (INPUTS - WIDE), x, eps);",
+        "norm_row<COLS>(x, weight, x, eps);",
+        "norm_row<COLS>(x, weight - WIDE, x, eps);",
         ("int4_norm_gemv", "decode@128", 0),
         NPU_INT4,
     ),
@@ -358,8 +358,8 @@ ON_GEMMA = [
     Fault(
         "sum",
         "feed_forward.cc",
-        "norm_row<COLS>(sums, after, sums, eps);\n    add_row<COLS>(x, sums);",
-        "norm_row<COLS>(sums, after, sums, eps);\n    add_row<COLS>(sums, x);",
+        "norm_row<COLS>(sums, sums + OUTS, sums, eps);\n    add_row<COLS>(x, sums);",
+        "norm_row<COLS>(sums, sums + OUTS, sums, eps);\n    add_row<COLS>(sums, x);",
         ("int4_sandwich_feed_forward", "decode@128", 0),
         NPU_INT4,
     ),

@@ -67,9 +67,12 @@ def models(artifacts: Path) -> Iterator[Models]:
 
 
 def check_counted(counts: Counts) -> None:
-    """Check that all that could go wrong was there: swaps, shared blocks, copies, rejected drafts and more."""
+    """Check that all that could go wrong was there: swaps, shared blocks, copies, rejected drafts and more.
+
+    Steps are joined where sequences take turns alone.
+    """
     print(counts)
-    assert all(vars(counts).values())
+    assert all(count for name, count in vars(counts).items() if name != "joined")
     assert counts.rejected < counts.drafted
 
 
