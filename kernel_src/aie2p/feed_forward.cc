@@ -8,8 +8,8 @@
 // SANDWICH: of x plus the norm of what the mixer made, and out adds the norm of down's product. x begins as the residual;
 // sums as bf16 [2][OUTS], the mixer's product and the weight of its norm; after [COLS] is the weight of down's.
 //
-// TOKENS: x has COLS of each, and padding at the end; inner, acc, sums and parts have a row for each. A token's normed row lies where its sums come later, and the
-// norm's weight in the second half of the last token's.
+// TOKENS: x has COLS of each, and padding at the end; inner, acc, sums and parts have a row for each. A token's normed row lies
+// where its sums come later, and the norm's weight in the second half of the last token's.
 #include "grouped_silu.h"
 #include "rms_norm.h"
 

@@ -130,7 +130,7 @@ class Estimate:
     counts: Sequence[int] = ()
     """How many tokens of a text programs take, besides one, in groupings that have such programs."""
     together: Sequence[int] = ()
-    """Of how many sequences programs take a token each, likewise."""
+    """The numbers of sequences of which programs take a token each, in groupings that have such programs."""
     _stretches: dict[Sizes, list[Stretch]] = field(default_factory=dict, repr=False, compare=False)
     """What was computed, by the sizes of a phase: it does not depend on rates."""
     _host_works: dict[tuple[Stretch, int, int], Work] = field(default_factory=dict, repr=False, compare=False)

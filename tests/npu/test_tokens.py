@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,13 @@ from llama_npu2.engine.completion import Completion
 from llama_npu2.engine.serving import Serving
 from llama_npu2.errors import UserError
 from stages.air import AirModule
+from stages.engine.places import CONFIG
 from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.kernels import flash_attention, kernels, rms_norm, token_attention
 from stages.kernels.tokens import ACTIVATIONS, COUNTS, Tokens
+from stages.model.presets import PRESETS
+from stages.targets.npu2.modules import write_module
 from stages.weights.formats import formats
 from tests.npu.test_sim_kernels import token_table
 from tests.support.several import SEQUENCES, build_several
@@ -341,3 +345,13 @@ def test_what_has_no_such_programs_is_refused(artifacts: Path) -> None:
     given = {"target": "npu2-sim", "npu.sequences": "4", "weights": "int4"}
     with pytest.raises(UserError, match=r"npu\.sequences=4: convolutions of lfm2 look back at one sequence's rows"):
         _ = Build(parse_options({**given, "model": "random:lfm2-350m", "artifacts": str(artifacts)})).grouping
+
+
+def test_models_with_convolutions_have_programs_of_several_tokens(tmp_path: Path) -> None:
+    """They have none of several sequences, which are not asked for then."""
+    (tmp_path / CONFIG).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / CONFIG).write_text(json.dumps(PRESETS["lfm2-350m"]))
+    for entry, window in (("tokens_first_conv", None), ("tokens_layer_conv", None)):
+        write_module(tmp_path, entry, tmp_path / "work", "fused", entry, 4, window, "int4", "bf16", several=True)
+        assert (tmp_path / f"work/build/modules/{entry}.mlir").exists()
+        shutil.rmtree(tmp_path / "work")

@@ -337,13 +337,9 @@ def _check_slots(slots: Sequence[Spec], bound: Sequence[_Bound], reach: Sequence
             raise ValueError(f"binds the view of a window to slot {name}, whose shape is not fixed")
         if buffer.blocks and (buffer.view or tuple(slot["shape"]) != buffer.blocks):
             raise ValueError(f"binds a cache of other blocks, or a view of one, to slot {name}")
-        view = buffer.view
-        apart = buffer.kind == "cache" and view.sequence > 0
-        if view.sequence and (
-            view.sequence >= buffer.sequences or view.rows * buffer.row_bytes != buffer.sequence_bytes
-            if apart
-            else view.rows or buffer.kind != "table"
-        ):
+        view, is_shared = buffer.view, buffer.kind == "table"
+        each = 0 if is_shared else buffer.sequence_bytes // buffer.row_bytes
+        if view.sequence and (view.rows != each or not (is_shared or view.sequence < buffer.sequences)):
             raise ValueError(f"binds another sequence's rows to slot {name}")
         for seq, pos in reach:
             end = view._replace(sequence=0).row(seq, pos) * buffer.row_bytes + slot_bytes(slot, seq, pos)

@@ -115,10 +115,11 @@ def write_module(
         UserError: One call would take too long.
     """
     config, rows = read_config(directory / CONFIG), (bucket,) if bucket else ()
-    counts = rows if several else ()
-    chosen = replace(GROUPINGS[grouping], counts=counts, together=counts)
+    chosen = GROUPINGS[grouping]
+    # Tokens of one sequence first, since not every model has programs for those of several.
+    ways = [replace(chosen, counts=rows), replace(chosen, together=rows)] if several else [chosen]
     policy, positions = parse_policy(weights, kv, matmul), config.max_seq if slides else window or CONTEXT_BUCKET
-    programs = derive_programs(config, chosen, () if several else rows, policy, positions)
+    programs = (p for way in ways for p in derive_programs(config, way, () if several else rows, policy, positions))
     program = next(
         p for p in programs if (p.entry, p.context, bool(p.sliding), p.several) == (entry, window, slides, several)
     )

@@ -199,11 +199,10 @@ class Scheduler:
         """Add tokens of other replies to that of a step, and say what takes them at once. Return whether any came."""
         assert self._turns
         chunks, first = self._turns.recipe.chunks, plan[0]
-        if not self._is_token(first.sequence) or not first.sequence.growing.replies:
+        if not self._replies(first.sequence):
             return False
-        replies = [first.sequence]
-        others = (other for other in self._running if other is not first.sequence and other.growing.replies)
-        replies += islice(filter(self._is_token, others), chunks.most_sequences - 1)
+        others = (other for other in self._running if other is not first.sequence and self._replies(other))
+        replies = [first.sequence, *islice(others, chunks.most_sequences - 1)]
         if len(replies) == 1 or not chunks.sequences_phase([reply.done for reply in replies]):
             return False
         for reply in replies[1:]:
@@ -217,10 +216,10 @@ class Scheduler:
         self.cache.counts.joined += 1
         return True
 
-    def _is_token(self, sequence: Sequence) -> bool:
-        """Return whether what comes next is the last token so far, as a token's programs process it."""
-        cut = sequence.cut
-        return cut is not None and sequence.pending == 1 and cut.next(sequence.done).phase.kind == DECODE.kind
+    def _replies(self, sequence: Sequence) -> bool:
+        """Return whether a reply's last token so far comes next, as a token's programs process it."""
+        cut = sequence.cut if sequence.growing.replies and sequence.pending == 1 else None
+        return cut is not None and cut.next(sequence.done).phase.kind == DECODE.kind
 
     def _chunk(self, plan: list[Planned]) -> int:
         """Return how many rows of prompts the step may have, so that replies do not wait for long."""
