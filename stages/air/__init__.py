@@ -30,6 +30,10 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 
+KEEP = "_keep"
+"""What names of tile functions end with that touch none of their buffers: those stay where they are allocated."""
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

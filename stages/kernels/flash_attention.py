@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -318,14 +318,26 @@ def tiles(
     keys lie together: `[kv_head / BLOCK][keys][BLOCK]`. `first`: the head's first element in a row, where it is there
     already.
     """
+
+    def fill(j: Number, kv: MemRef) -> None:
+        keys = j * p.tile_k, p.tile_k, p.kv_row
+        b.dma(kv, b.args["kv"].at(keys, (kv_head * p.kv_head if first is None else first, p.kv_head, 1)))
+
+    with tiles_of(b, steps, p, fill) as tile:
+        yield tile
+
+
+@contextmanager
+def tiles_of(
+    b: Builder, steps: int, p: kv_rows.Heads, fill: Callable[[Number, MemRef], None]
+) -> Iterator[tuple[Number, MemRef]]:
+    """Repeat the body as `tiles` does; `fill` moves a tile, given its number, into a buffer as it is to lie there."""
     blocks = p.kv_head // limits.BLOCK
     in_numbers = kv_rows.in_numbers(p.stored)
     shape = (blocks, p.tile_k, limits.BLOCK) if in_numbers else (p.tile_k, p.kv_head)
     with b.loop(steps) as j, b.alloc(air.L1, (shape, p.kv_dtype)) as (kv,):
         in_blocks = (0, p.tile_k, limits.BLOCK), (0, blocks, p.tile_k * limits.BLOCK), (0, limits.BLOCK, 1)
-        keys = j * p.tile_k, p.tile_k, p.kv_row
-        rows = keys, (kv_head * p.kv_head if first is None else first, p.kv_head, 1)
-        b.dma(kv.at(*in_blocks) if in_numbers else kv, b.args["kv"].at(*rows))
+        fill(j, kv.at(*in_blocks) if in_numbers else kv)
         yield j, kv
 
 

@@ -7,7 +7,7 @@ rows with their own K and V.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from stages.kernels import (
     KV_FORMATS,
     Arg,
     Cost,
+    Kernel,
     Sizes,
     decode_attention,
     flash_attention,
@@ -32,11 +33,11 @@ from stages.kernels import (
     rope,
     signature,
 )
-from stages.kernels.tokens import ONE, PREFIX, Tokens
+from stages.kernels.tokens import COUNTS, ONE, PREFIX, Sequences, Tokens, of_sequence
 from stages.weights.constants import POSITION
 
 if TYPE_CHECKING:
-    from stages.air import AirModule, Builder, Channel, Index, MemRef, Variant
+    from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
 
 
 def reference(
@@ -112,13 +113,30 @@ def _reference_batched(one: Callable[..., tuple[np.ndarray, np.ndarray]], stored
     return reference
 
 
-def _reference_of_sequence(one: Callable[..., tuple[np.ndarray, np.ndarray]], stored: str) -> Callable[..., Any]:
-    """Return the reference of attention of one of several sequences, whose number is `sequence`."""
+def _reference_of_sequences(
+    one: Callable[..., tuple[np.ndarray, np.ndarray]], stored: str, together: int
+) -> Callable[..., Any]:
+    """Return the reference of attention of a launch's sequences: those from `sequence` on, of which `x` has rows.
+
+    `pos`, `k` and `v` are sequences with those of each.
+    """
+    one = partial(one, stored=stored)
 
     def reference(
-        x: np.ndarray, *tensors: np.ndarray, sequences: int, sequence: int, **scalars: Any
+        x: np.ndarray,
+        *tensors: np.ndarray,
+        pos: Sequence[int],
+        k: Sequence[np.ndarray],
+        v: Sequence[np.ndarray],
+        sequence: int,
+        sequences: int,
+        **scalars: Any,
     ) -> tuple[np.ndarray, np.ndarray]:
-        return one(x[sequence, None], *tensors, **scalars, stored=stored)
+        tables, norms = tensors[:together], tensors[together:]
+        own = zip(x[sequence : sequence + together], tables, pos, k, v, strict=True)
+        results = [one(row[None], table, *norms, pos=at, k=ks, v=vs, **scalars) for row, table, at, ks, vs in own]
+        outs, rows = zip(*results, strict=True)
+        return np.stack(outs), np.stack(rows)
 
     return reference
 
@@ -150,6 +168,9 @@ class Tiling(kv_rows.Heads):
     With several tokens, the cores of a column are given the same keys and have tokens of their own (`Tokens`). Each
     rotates K of all tokens of its launch, because later tokens attend to earlier ones. Rows of an earlier launch's are
     in DDR by then.
+
+    With several sequences, a core does for one after the other what it does for a token alone. Configuring the array
+    takes longer than that, so a launch takes as many as a channel of a shim queues caches.
     """
 
     window: int
@@ -168,10 +189,8 @@ class Tiling(kv_rows.Heads):
     """Whether positions are read from `view` on, else from the first."""
     tokens: Tokens = ONE
     """Tokens at consecutive positions."""
-    sequences: int = 1
-    """Sequences of which `x` and `out` have a row each."""
-    sequence: int = 0
-    """The number of that which this is the attention of, from 0."""
+    sequences: Sequences | None = None
+    """Those whose tokens it takes, if `x` and `out` have a row for each of several sequences."""
     stored: str = "bf16"
     """The cache's format."""
 
@@ -253,7 +272,8 @@ class Tiling(kv_rows.Heads):
 
     @property
     def macs(self) -> int:
-        pairs = self.tokens.count * self.kv_heads * self.queries
+        count = self.sequences.together if self.sequences else self.tokens.count
+        pairs = count * self.kv_heads * self.queries
         return 2 * self.seen * self.tile_k * pairs * self.head_dim
 
     @property
@@ -284,6 +304,8 @@ class Tiling(kv_rows.Heads):
             share = 1 / self.tokens.together
             queries = Cost(vectors=self._rotation(self.group) + into_blocks, share=share)
             begin = {"ta_row": Cost(vectors=self._rotation(1) + row), "ta_queries": queries}
+        if self.sequences:
+            begin |= {_KEEP: Cost()}
         return {
             **begin,
             "ta_step": replace(step, share=self.seen / self.steps),
@@ -297,10 +319,10 @@ class Tiling(kv_rows.Heads):
         return rotation + (heads * self.norm.vectors(self.head_dim) if self.norm else 0)
 
     def __str__(self) -> str:
-        of_sequence = f", sequence {self.sequence} of {self.sequences}" if self.sequences > 1 else ""
+        of_sequences = self.sequences.text if self.sequences else ""
         return (
             f"token_attention over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}"
-            f"{self.tokens.text}{of_sequence}: herd {self.columns}x{self.tokens.herd_rows}, {self.tile_k} keys at a "
+            f"{self.tokens.text}{of_sequences}: herd {self.columns}x{self.tokens.herd_rows}, {self.tile_k} keys at a "
             f"time{', of norms' if self.norm else ''}{', from the window on' if self.slides else ''}"
             f"{f', of a cache in {self.stored}' if kv_rows.in_numbers(self.stored) else ''}"
         )
@@ -421,7 +443,7 @@ def build(tiling: Tiling) -> AirModule:
     cache in `view`. `out`: bf16 `[heads * head_dim]`. `row`: `[kv_row]`, the position's row of the cache. With several
     tokens, `x`, `table`, `out` and `row` have them as their first dimension, and the norms' weights are one argument
     `qk_norm`, bf16 `[2 * head_dim]`: a channel queues no more transfers than with that. With several sequences `x` and
-    `out` have them as their first dimension.
+    `out` have them as their first dimension, and there is a `table`, a `kv` and a `row` of each (`of_sequence`).
     """
     p = tiling
     # In the order in which a core uses them.
@@ -430,24 +452,29 @@ def build(tiling: Tiling) -> AirModule:
     given = {"x": p.width, **norms, "table": p.angles}
     shapes = {name: (size,) if name in norms else p.tokens.shape(size) for name, size in given.items()}
     shapes |= {"kv": (p.window, p.kv_row), "out": p.tokens.shape(p.heads * p.head_dim), "row": p.tokens.shape(p.kv_row)}
-    if p.sequences > 1:
-        shapes |= {name: (p.sequences, *shapes[name]) for name in ("x", "out")}
     dtypes = {"table": "f32", "kv": p.kv_dtype, "row": p.kv_dtype}
-    b = air.Builder(
-        "token_attention", {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
-    )
+    types = {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
+    if p.sequences:
+        types |= {name: air.memref_type((p.sequences.count, *shapes[name])) for name in ("x", "out")}
+        of_each = range(p.sequences.together)
+        types |= {of_sequence(name, number): types[name] for name in OF_EACH for number in of_each}
+    b = air.Builder("token_attention", types)
     for launch in range(p.passes):
+        first = launch * p.columns
         if p.tokens != ONE:
             for number in range(p.tokens.launches):
                 with b.launch(), b.segment():
-                    _attend_several(b, p, launch * p.columns, number * p.tokens.together)
+                    _attend_several(b, p, first, number * p.tokens.together)
             continue
         with b.launch(), b.segment():
+            if p.sequences:
+                _attend_sequences(b, p, p.sequences, first)
+                continue
             rows = b.channel((1, 1), (p.columns, 1))
             for name, size in given.items():
-                b.put(rows, (0, 0), b.args[name].at((p.sequence * size if name == "x" else 0, size, 1)))
+                b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
             with b.herd(p.columns, 1) as (tx, ty):
-                _attend(b, p, rows, (tx, ty), tx + launch * p.columns)
+                _attend(b, p, rows, (tx, ty), tx + first)
     return b.finish()
 
 
@@ -456,31 +483,132 @@ _NORMS, _JOINED = ("q_norm", "k_norm"), "qk_norm"
 
 def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_head: Index) -> None:
     """Rotate a group's queries, then compute their attention over all key tiles."""
-    d, width = p.head_dim, p.group * p.head_dim
-    blocks = (p.queries // p.unit, d // limits.BLOCK, p.unit, limits.BLOCK)
-    sums = (((p.queries, d), "f32"), (_stats(p), "f32"), (_scores(p), "f32"))
-    first, fresh = kv_head * p.kv_head, limits.aligned(p.kv_head, SIZES[p.kv_dtype])
-    weights, eps = ([(d,)] * len(_NORMS), [p.norm.eps]) if p.norm else ([], [])
-    with (
-        b.alloc(air.L1, (p.width,), ((p.angles,), "f32"), ((fresh,), p.kv_dtype), blocks, *sums) as (
-            x,
-            table,
-            row,
-            q,
-            *work,
-        ),
-        b.alloc(air.L1, *weights) as norms,
-    ):
+    width, first = p.group * p.head_dim, kv_head * p.kv_head
+    with b.alloc(air.L1, *_token_buffers(p)) as (x, table, *work), b.alloc(air.L1, *_norm_weights(p)) as norms:
         for given in (x, *norms, table):
             b.get(rows, tile, given)
-        acc, stats, scores = work
-        b.call(p.variant, "ta_init", x, *norms, table, kv_head, q, acc, stats, row, *eps)
-        b.dma(b.args["row"].at((first, p.kv_head, 1)), _filled(row, fresh, p.kv_head))
+        row = _begin(b, p, kv_head, (x, *norms, table), work)
+        b.dma(b.args["row"].at((first, p.kv_head, 1)), row)
         with flash_attention.tiles(b, p.steps, p, kv_head, first) as (j, kv):
-            b.call(p.variant, "ta_step", table, j * p.tile_k, row, q, kv, acc, stats, scores)
+            _step(b, p, table, j, kv, work)
         with b.alloc(air.L1, (width,)) as (out,):
-            b.call(p.variant, "ta_out", acc, stats, q, out)
-            b.dma(b.args["out"].at((kv_head * width + p.sequence * p.heads * d, width, 1)), out)
+            _end(b, p, work, out)
+            b.dma(b.args["out"].at((kv_head * width, width, 1)), out)
+
+
+def _token_buffers(p: Tiling) -> Iterator[tuple[int, ...] | tuple[tuple[int, ...], str]]:
+    """Yield a core's buffers for a token: `x` and `table`, then its row of the cache, queries, sums and scores."""
+    yield (p.width,)
+    yield (p.angles,), "f32"
+    yield (limits.aligned(p.kv_head, SIZES[p.kv_dtype]),), p.kv_dtype
+    yield p.queries // p.unit, p.head_dim // limits.BLOCK, p.unit, limits.BLOCK
+    yield (p.queries, p.head_dim), "f32"
+    yield _stats(p), "f32"
+    yield _scores(p), "f32"
+
+
+def _norm_weights(p: Tiling) -> list[tuple[int, ...]]:
+    return [(p.head_dim,)] * len(_NORMS) if p.norm else []
+
+
+def _begin(b: Builder, p: Tiling, kv_head: Index, given: Iterable[MemRef], work: Sequence[MemRef]) -> MemRef:
+    """Rotate a token's K and queries; return its row of the cache."""
+    row, q, acc, stats, _ = work
+    b.call(p.variant, "ta_init", *given, kv_head, q, acc, stats, row, *([p.norm.eps] if p.norm else []))
+    return _filled(row, limits.aligned(p.kv_head, SIZES[p.kv_dtype]), p.kv_head)
+
+
+def _step(b: Builder, p: Tiling, table: MemRef, j: Number, kv: MemRef, work: Sequence[MemRef]) -> None:
+    row, q, acc, stats, scores = work
+    b.call(p.variant, "ta_step", table, j * p.tile_k, row, q, kv, acc, stats, scores)
+
+
+def _end(b: Builder, p: Tiling, work: Sequence[MemRef], out: MemRef) -> None:
+    _, q, acc, stats, _ = work
+    b.call(p.variant, "ta_out", acc, stats, q, out)
+
+
+def _attend_sequences(b: Builder, p: Tiling, of: Sequences, first: int) -> None:
+    """Compute the attention of a launch's sequences, one after the other, for a KV head a column, from `first` on."""
+    width, numbers, columns = p.group * p.head_dim, range(of.together), range(p.columns)
+    rows = b.channel((1, 1), (p.columns, 1))
+    _send_sequences(b, p, of, rows)
+    keys, own_rows = (b.channel((p.columns, 1), (p.columns, 1)) for _ in range(2))
+    for number in numbers:
+        with b.loop(p.steps) as j:
+            for column in columns:
+                head = (first + column) * p.kv_head, p.kv_head, 1
+                cache = b.args[of_sequence("kv", number)].at((j * p.tile_k, p.tile_k, p.kv_row), head)
+                b.put(keys, (column, 0), cache)
+    with b.alloc(air.L2, (p.columns, of.together * width)) as (results,):
+        with b.herd(p.columns, 1) as tile:
+            _attend_each(b, p, of.together, (rows, keys, own_rows), tile, first, results)
+        for number in numbers:
+            for column in columns:
+                row = b.args[of_sequence("row", number)].at(((first + column) * p.kv_head, p.kv_head, 1))
+                b.get(own_rows, (column, 0), row)
+        # The compiler cuts this transfer by column and drops an offset of that dimension, so the offset stays 0.
+        places = (of.first, of.together, p.heads * p.head_dim), (first * width, width, 1)
+        b.dma(b.args["out"].at((0, p.columns, width), *places), results)
+
+
+def _send_sequences(b: Builder, p: Tiling, of: Sequences, rows: Channel) -> None:
+    """Send to all cores, for each sequence, what a token takes but for the cache.
+
+    A channel of a shim queues fewer transfers than that, so all comes by way of L2, on two channels.
+    """
+    staged = b.channel((2, 1), (2, 1))
+    norms = _NORMS if p.norm else ()
+    b.put(staged, (0, 0), b.args["x"].at((of.first * p.width, of.together * p.width, 1)))
+    for name in norms:
+        b.put(staged, (0, 0), b.args[name].at((0, p.head_dim, 1)))
+    for number in range(of.together):
+        b.put(staged, (1, 0), b.args[of_sequence("table", number)].at((0, p.angles, 1)))
+    of_tables = [((p.angles,), "f32")] * of.together
+    with (
+        b.alloc(air.L2, (of.together, p.width), *_norm_weights(p)) as (x, *weights),
+        b.alloc(air.L2, *of_tables) as tables,
+    ):
+        for target in (x, *weights):
+            b.get(staged, (0, 0), target)
+        for target in tables:
+            b.get(staged, (1, 0), target)
+        for number, table in enumerate(tables):
+            for source in (x.at((number, 1, p.width), (0, p.width, 1)), *weights, table):
+                b.put(rows, (0, 0), source)
+
+
+def _attend_each(
+    b: Builder,
+    p: Tiling,
+    count: int,
+    streams: tuple[Channel, Channel, Channel],
+    tile: tuple[Index, Index],
+    first: int,
+    results: MemRef,
+) -> None:
+    """Attend for so many sequences, one after the other, on a core.
+
+    Args:
+        streams: what brings tokens, what brings keys, and what takes rows of the cache.
+        first: the KV head of the first column.
+        results: `[columns][count * elements]` in L2.
+    """
+    (rows, keys, own_rows), kv_head, width = streams, tile[0] + first, p.group * p.head_dim
+    with (
+        b.alloc(air.L1, *_token_buffers(p), (width,)) as (x, table, *work, out),
+        b.alloc(air.L1, *_norm_weights(p)) as norms,
+    ):
+        # Buffers that only the loop uses would be moved into it, and doubled.
+        b.call(p.variant, _KEEP, x, table, *work, out, *norms)
+        with b.loop(count) as number:
+            for given in (x, *norms, table):
+                b.get(rows, tile, given)
+            b.put(own_rows, tile, _begin(b, p, kv_head, (x, *norms, table), work))
+            with flash_attention.tiles_of(b, p.steps, p, lambda _, kv: b.get(keys, tile, kv)) as (j, kv):
+                _step(b, p, table, j, kv, work)
+            _end(b, p, work, out)
+            b.dma(results.at((tile[0], 1, count * width), (number * width, width, 1)), out)
 
 
 def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
@@ -568,42 +696,62 @@ def _sliding(sizes: Sizes, norm: rms_norm.Norm | None = None, stored: str = "bf1
 
 
 def _of_tokens(one: Tiling, sizes: Sizes) -> Tiling:
-    if "sequence" in sizes:
-        return replace(one, sequences=sizes["sequences"], sequence=sizes["sequence"])
     return several(one, Tokens(sizes["rows"])) if "rows" in sizes else one
 
 
-OF_SEQUENCE = "sequence_"
-"""What the names of kernels for the token of one of several sequences begin with, after the format."""
+OF_EACH = ("table", "kv", "row")
+"""Arguments that each of several sequences has of its own."""
+_KEEP = f"ta{air.KEEP}"
 
 
-def _with_norm(tiled: Callable[..., Tiling], normed: bool, stored: str) -> Callable[[Sizes], Tiling]:
-    return lambda sizes: tiled(sizes, rms_norm.Norm.of(sizes) if normed else None, stored)
+def of_sequences(count: int) -> str:
+    """Return what the names of kernels for the tokens of so many sequences begin with, after the format."""
+    return f"sequences{count}_"
 
 
-KERNELS = tuple(
-    signature(
-        f"{prefix}{name}",
-        ("x", Arg("table", "f32"), *((_JOINED,) if prefix == PREFIX and norms else norms), Arg("kv", stored)),
-        f"{rows}window pos {flash_attention.PARAMS}{scalars}",
-        referred(computes, stored),
-        writes=("out", Arg("row", stored, written=True)),
+def together(sequences: int) -> int:
+    """Return how many of so many sequences a launch attends for: a shim's channel queues no more caches."""
+    return limits.divisors(sequences, 1, limits.QUEUE_DEPTH)[0]
+
+
+def _tiled(tile: Callable[..., Tiling], normed: bool, stored: str, sequences: int) -> Callable[[Sizes], Tiling]:
+    """Return what divides a launch, of so many sequences if they are more than 0."""
+
+    def tiled(sizes: Sizes) -> Tiling:
+        one = tile(sizes, rms_norm.Norm.of(sizes) if normed else None, stored)
+        of = Sequences(sizes["sequences"], sizes["sequence"], sequences) if sequences else None
+        return replace(one, sequences=of)
+
+    return tiled
+
+
+def _kernel(stored: str, norms: tuple[str, ...], prefix: str, rows: str, reference: Any, sequences: int = 0) -> Kernel:
+    """Return a kernel. `rows`: its parameters before those of attention; `sequences`: those of a launch, if several."""
+    tables, caches, own_rows = ([of_sequence(name, n) for n in range(sequences or 1)] for name in OF_EACH)
+    return signature(
+        f"{prefix}{'norm_' if norms else ''}token_attention",
+        ("x", *(Arg(name, "f32") for name in tables), *norms, *(Arg(name, stored) for name in caches)),
+        f"{rows}window pos {flash_attention.PARAMS}{f' {rms_norm.PARAMS}' if norms else ''}",
+        reference,
+        writes=("out", *(Arg(name, stored, written=True) for name in own_rows)),
         source="token_attention",
         stored=stored,
         attends=True,
         host=False,
-        tiling=_with_norm(_tile, bool(norms), stored),
-        sliding=_with_norm(_sliding, bool(norms), stored),
+        tiling=_tiled(_tile, bool(norms), stored, sequences),
+        sliding=_tiled(_sliding, bool(norms), stored, sequences),
         program=build,
     )
-    for stored in KV_FORMATS.values()
-    for name, norms, scalars, computes in (
-        ("token_attention", (), "", reference),
-        ("norm_token_attention", _NORMS, f" {rms_norm.PARAMS}", reference_norm),
-    )
-    for prefix, rows, referred in (
-        ("", "", lambda one, stored: partial(one, stored=stored)),
-        (PREFIX, "rows ", _reference_batched),
-        (OF_SEQUENCE, "sequences sequence ", _reference_of_sequence),
-    )
-)
+
+
+def _kernels() -> Iterator[Kernel]:
+    for stored in KV_FORMATS.values():
+        for norms, one in (((), reference), (_NORMS, reference_norm)):
+            yield _kernel(stored, norms, "", "", partial(one, stored=stored))
+            yield _kernel(stored, norms and (_JOINED,), PREFIX, "rows ", _reference_batched(one, stored))
+            for count in sorted({together(sequences) for sequences in COUNTS}):
+                several = _reference_of_sequences(one, stored, count)
+                yield _kernel(stored, norms, of_sequences(count), "sequences sequence ", several, count)
+
+
+KERNELS = tuple(_kernels())

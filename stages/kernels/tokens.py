@@ -52,6 +52,32 @@ class Tokens:
 
 ONE = Tokens(1)
 
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which of the sequences that have a row each a launch computes for."""
+
+    count: int
+    """Sequences with a row."""
+    first: int
+    """The number of the launch's first, from 0."""
+    together: int
+    """Sequences of the launch."""
+
+    @property
+    def text(self) -> str:
+        """What descriptions of launches say of several sequences."""
+        return f", sequences {self.first} to {self.first + self.together - 1} of {self.count}"
+
+
+def of_sequence(name: str, sequence: int) -> str:
+    """Return the name of what one of several sequences has of its own; that of the first has no number.
+
+    No underscore comes before the number, since xDSL would drop both from names of arguments.
+    """
+    return f"{name}{sequence}" if sequence else name
+
+
 COUNTS = (2, 4, 8)
 """Numbers of tokens that programs can take at once."""
 

@@ -16,9 +16,19 @@ from stages.air import analysis, limits
 from stages.air.access import Coverage, Runs, Way, accesses, walk
 from stages.kernels import gemm, gemv, kernels
 from stages.targets.npu2 import audit as judge
-from stages.targets.npu2.compiled import Buffer, read_compiled, read_lines
+from stages.targets.npu2.compiled import (
+    Buffer,
+    Channel,
+    Command,
+    Configuration,
+    Descriptor,
+    Task,
+    read_compiled,
+    read_lines,
+)
 from stages.targets.npu2.liveness import HELD, check_liveness
 from stages.targets.npu2.modules import build_module
+from stages.weights.scalars import ALL
 from tests.support.npu_ir import lowered, stream, write_made
 from tests.support.npu_shapes import DEMO, FAMILIES, device_programs, family_programs
 from tests.support.objects import core_elf
@@ -639,3 +649,27 @@ def test_a_descriptor_may_be_longer_than_what_a_stream_holds() -> None:
     assert 2 * 64 * steps > HELD
     ((configuration, _),) = read_compiled(text, "f").steps
     check_liveness("f", configuration)
+
+
+def test_slots_that_share_a_channel_keep_their_turns() -> None:
+    """What a channel brings has no name, so a cache in the place of another's would be taken for it."""
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 64, "window": 128, "scalar": 64, "sees": ALL}
+    kernel = kernels()["sequences2_token_attention"]
+    assert kernel.tiling and kernel.program
+    made = kernel.program(kernel.tiling(sizes | {"sequences": 2, "sequence": 0}))
+    launch, at = made.launches[0], Channel(0, 0, "MM2S", 0)
+    turns = [[slot for slot, _ in each] for each in judge.turns_of(launch, "launch")]
+    assert ["kv", "kv1"] in turns and ["row", "row1"] in turns and ["table", "table1"] in turns
+
+    def check(*slots: str) -> None:
+        given = [Descriptor(slot, 64, 2, 0, 64, (), 1) for slot in slots]
+        commands = tuple(Command("start", Task(at, "stream", (each,), 1, False)) for each in given)
+        configuration = Configuration("launch", (), (), {}, (), frozenset(), (), (), commands)
+        audited = judge._Launch("launch", configuration, {}, judge.Findings(0, 0, False))
+        audited._check_turns(launch, {slot: slot for slot in slots})
+
+    check("x", "kv", "kv", "kv1")
+    check("kv1", "table")
+    for wrong in (("kv1", "kv"), ("kv", "kv1", "kv")):
+        with pytest.raises(UserError, match=rf"tile \(0, 0\) has {', '.join(wrong)} in another order than the module"):
+            check(*wrong)

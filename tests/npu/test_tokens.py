@@ -26,7 +26,7 @@ from stages.engine.places import CONFIG
 from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.kernels import flash_attention, kernels, rms_norm, token_attention
-from stages.kernels.tokens import ACTIVATIONS, COUNTS, Tokens
+from stages.kernels.tokens import ACTIVATIONS, COUNTS, Tokens, of_sequence
 from stages.model.presets import PRESETS
 from stages.targets.npu2.modules import write_module
 from stages.weights.formats import formats
@@ -251,11 +251,11 @@ def test_drafts_change_no_token_and_save_submissions(directory: Path, options: d
     [(4, 2, rms_norm.Norm(1e-6), None), (6, 2, None, 70)],
     ids=["norm", "window"],
 )
-def test_attention_of_a_sequence_is_that_of_its_token_alone(
+def test_attention_of_sequences_is_that_of_each_token_alone(
     heads: int, kv_heads: int, norm: rms_norm.Norm | None, window: int | None
 ) -> None:
-    """It takes one row of many, and writes none of the others."""
-    dim, sequence = 64, 2
+    """A launch takes its rows of many, and writes none of the others."""
+    dim, count, first, pos = 64, 2, 1, (77, 18)
     sizes = {
         "heads": heads,
         "kv_heads": kv_heads,
@@ -266,19 +266,27 @@ def test_attention_of_a_sequence_is_that_of_its_token_alone(
     }
     sizes |= {"eps": 1e-6} if norm else {}
     name = "norm_token_attention" if norm else "token_attention"
-    of = [kernels()[name], kernels()[f"sequence_{name}"]]
+    of = [kernels()[name], kernels()[f"{token_attention.of_sequences(count)}{name}"]]
     tiled = [kernel.sliding if window else kernel.tiling for kernel in of]
-    more: list[dict[str, int]] = [{}, {"sequences": SEQUENCES, "sequence": sequence}]
+    more: list[dict[str, int]] = [{}, {"sequences": 4, "sequence": first}]
     alone, among = (tile(sizes | each) for tile, each in zip(tiled, more, strict=True))  # type: ignore[misc]
-    x = random(SEQUENCES, (heads + 2 * kv_heads) * dim, seed=3)
+    x = random(4, (heads + 2 * kv_heads) * dim, seed=3)
     norms = [random(dim, seed=seed) for seed in (4, 5)] if norm else []
-    given = *norms, token_table(77, dim)[0], random(alone.window, 2 * kv_heads * dim, seed=6)  # type: ignore[attr-defined]
-    out, row = random(SEQUENCES, heads * dim, seed=7), empty(2 * kv_heads * dim)
-    *_, one, one_row = run(of[0].program(alone).module, (x[sequence], *given, empty(heads * dim), row.copy()))[0]  # type: ignore[misc]
-    *_, all_rows, own_row = run(of[1].program(among).module, (x, *given, out, row))[0]  # type: ignore[misc]
+    tables = [token_table(at, dim)[0] for at in pos]
+    caches = [random(alone.window, 2 * kv_heads * dim, seed=seed) for seed in (6, 8)]  # type: ignore[attr-defined]
+    out, rows = random(4, heads * dim, seed=7), [empty(2 * kv_heads * dim) for _ in pos]
+    made = of[1].program(among)  # type: ignore[misc]
+    values = [x, *tables, *norms, *caches, out, *rows]
+    given = {arg.name: value for arg, value in zip(of[1].args, values, strict=True)}
+    names = [str(argument.name_hint) for argument in made.function.body.block.args]
+    results = dict(zip(names, run(made.module, [given[argument] for argument in names])[0], strict=True))
     expected = out.copy()
-    expected[sequence] = one
-    assert all_rows.tobytes() == expected.tobytes() and own_row.tobytes() == one_row.tobytes()
+    for number, (table, cache, row) in enumerate(zip(tables, caches, rows, strict=True)):
+        own = *norms, table, cache, empty(heads * dim), row.copy()
+        *_, one, one_row = run(of[0].program(alone).module, (x[first + number], *own))[0]  # type: ignore[misc]
+        expected[first + number] = one
+        assert results[of_sequence("row", number)].tobytes() == one_row.tobytes()
+    assert results["out"].tobytes() == expected.tobytes()
 
 
 TEXTS = ["one two three four", "The capital of France", "Once upon a time there was", "a"]

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE, View
-from stages.kernels.token_attention import OF_SEQUENCE
-from stages.kernels.tokens import COUNTS
+from stages.kernels.token_attention import of_sequences, together
+from stages.kernels.tokens import COUNTS, of_sequence
 from stages.kernels.tokens import PREFIX as BATCHED
 from stages.model import families
 from stages.model.buffers import JOIN
@@ -128,7 +128,7 @@ class Described:
 
 def _interleaved(b: PartBuilder, role: str, view: View = WHOLE) -> str:
     """Add the NPU's KV cache: a row per position, K and V of a head together, so that attention needs one stream."""
-    name = _of_sequence("kv", view.sequence)
+    name = of_sequence("kv", view.sequence)
     return b.slot(name, ("max_seq", *KV_ROW), role, buffer="kv_cache.{layer}", view=view, keeps=KV)
 
 
@@ -140,16 +140,8 @@ def _attend(d: Described, b: PartBuilder, kernel: str, args: dict[str, str], **s
 
 def _window(b: PartBuilder, sequence: int = 0) -> str:
     """Add the first rows of the NPU's KV cache: those of a context bucket."""
-    name, view = _of_sequence("kv_window", sequence), View(sequence=sequence)
+    name, view = of_sequence("kv_window", sequence), View(sequence=sequence)
     return b.slot(name, ("window", *KV_ROW), "input", buffer="kv_cache.{layer}", view=view, keeps=KV)
-
-
-def _of_sequence(name: str, sequence: int) -> str:
-    """Return the name of the slot of one of several sequences; that of the first has no number.
-
-    No underscore comes before the number, since xDSL would drop both from names of arguments.
-    """
-    return f"{name}{sequence}" if sequence else name
 
 
 def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False, quantises: bool = False) -> PartBuilder:
@@ -562,32 +554,40 @@ def _token_attn(d: Described, rows: _Rows, sequences: int = 1) -> PartBuilder:
     comes with the rotation's angles.
 
     Args:
-        sequences: how many sequences the tokens are of, if each has a token, a cache and a position of its own. Then
-            there is a launch for each.
+        sequences: how many sequences the tokens are of, if each has a token, a cache and a position of its own. A
+            launch attends for some of them.
     """
     b = PartBuilder()
-    qkv, out = b.slot("qkv", rows.act("qkv_dim"), "input"), "attended"
+    args = {"x": b.slot("qkv", rows.act("qkv_dim"), "input")}
     kernel, scalars, norms = "token_attention", d.attention, dict[str, str]()
-    for sequence in range(sequences):
-        table, view = _of_sequence("lut", sequence), FROM_POSITION._replace(sequence=sequence)
-        angles = {"format": "f32", "buffer": f"{PLACED_ANGLES}{{rope}}", "view": View(sequence=sequence)}
-        args = {"x": qkv, "table": b.slot(table, ("max_seq", "placed_head_dim"), "table", **angles)}
-        args |= {"kv": _window(b, sequence), "row": _interleaved(b, "output", view), "out": out}
-        if sequence == 0:
-            b.slot(out, rows.act("q_dim"), "output", buffer=_MIXED)
-            if norm := d.mixer.qk_norm:
-                kernel, scalars = f"norm_{kernel}", scalars | norm.scalars_of_results
-                if rows.rows == 1 or sequences > 1:
-                    norms = {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
-                else:
-                    joined = {"buffer": d.tensors(QK_NORMS), "joins": QK_NORMS}
-                    norms = {"qk_norm": b.slot("qk_norm_w", ("qk_norms_dim",), "weight", **joined)}
-        if sequences > 1:
-            which = {"sequences": sequences, "sequence": sequence}
-            b.launch(f"{OF_SEQUENCE}{kernel}", args | norms, window="window", pos="pos", **which, **scalars)
-        else:
-            b.launch(rows.kernel(kernel), args | norms, window="window", pos="pos", **rows.sizes, **scalars)
+    if norm := d.mixer.qk_norm:
+        kernel, scalars = f"norm_{kernel}", scalars | norm.scalars_of_results
+    own = [_of_own_sequence(b, sequence) for sequence in range(sequences)]
+    args["out"] = b.slot("attended", rows.act("q_dim"), "output", buffer=_MIXED)
+    if norm and (rows.rows == 1 or sequences > 1):
+        norms = {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
+    elif norm:
+        joined = {"buffer": d.tensors(QK_NORMS), "joins": QK_NORMS}
+        norms = {"qk_norm": b.slot("qk_norm_w", ("qk_norms_dim",), "weight", **joined)}
+    places = {"window": "window", "pos": "pos"}
+    if sequences == 1:
+        b.launch(rows.kernel(kernel), args | norms | own[0], **places, **rows.sizes, **scalars)
+        return b
+    count = together(sequences)
+    for first in range(0, sequences, count):
+        of_launch = enumerate(own[first : first + count])
+        of_each = {of_sequence(arg, number): slot for number, slots in of_launch for arg, slot in slots.items()}
+        which = {"sequences": sequences, "sequence": first}
+        b.launch(f"{of_sequences(count)}{kernel}", args | norms | of_each, **places, **which, **scalars)
     return b
+
+
+def _of_own_sequence(b: PartBuilder, sequence: int) -> dict[str, str]:
+    """Add what a token's attention has of its sequence alone, and return its arguments (`token_attention.OF_EACH`)."""
+    view = FROM_POSITION._replace(sequence=sequence)
+    angles = {"format": "f32", "buffer": f"{PLACED_ANGLES}{{rope}}", "view": View(sequence=sequence)}
+    table = b.slot(of_sequence("lut", sequence), ("max_seq", "placed_head_dim"), "table", **angles)
+    return {"table": table, "kv": _window(b, sequence), "row": _interleaved(b, "output", view)}
 
 
 def _embed(d: Described, kernel: str) -> PartBuilder:

@@ -6,6 +6,7 @@ leaves (configurations and commands, read by `compiled`) and compared with the m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from xdsl.dialects import scf
 from xdsl.dialects.builtin import MemRefType, ModuleOp
 
 from llama_npu2.errors import UserError
 from stages.air import analysis, limits
 from stages.air.access import Access, Coverage, Runs, accesses, in_order, walk
-from stages.air.dialect import LaunchOp
+from stages.air.dialect import L3, ChannelEnd, ChannelGetOp, LaunchOp, constant_of, parents
 from stages.air.occupancy import PING_PONG_TASKS
 from stages.air.stitching import settles
 from stages.targets.npu2.compiled import (
@@ -202,6 +204,20 @@ class _Launch:
                 if compiled != module:
                     self._refuse_slot(*use, module, compiled)
                 check_order(self.where, use, expected[use], list(actual[use].values()))
+        self._check_turns(launch, slot_of)
+
+    def _check_turns(self, launch: LaunchOp, slot_of: Mapping[str, str]) -> None:
+        """Check that slots which share a channel of the module come in its order, on each channel of the shim."""
+        compiled: dict[Channel, list[_Use]] = defaultdict(list)
+        for task in self._tasks():
+            written = task.channel.direction == "S2MM"
+            compiled[task.channel] += ((slot_of[descriptor.buffer], written) for descriptor in task.descriptors)
+        for turns in turns_of(launch, self.where):
+            for channel, uses in compiled.items():
+                found = [use for use, _ in itertools.groupby(use for use in uses if use in turns)]
+                if found != [use for use in turns if use in found]:
+                    names = ", ".join(slot for slot, _ in found)
+                    raise UserError(f"{self.where}: {channel} has {names} in another order than the module")
 
     def _refuse_slot(self, slot: str, written: bool, module: Coverage, compiled: Coverage) -> None:
         element = compiled.first_difference(module)
@@ -327,6 +343,29 @@ class _Launch:
         counts = [count for turn in turns for _, count in (*turn.takes, *turn.gives)]
         largest = max((*counts, *self.configuration.locks.values()), default=0)
         self._require("the value of a lock", largest, limits.LOCK_VALUE)
+
+
+def turns_of(launch: LaunchOp, where: str) -> Iterator[list[_Use]]:
+    """Yield for each channel to or from DDR the slots that have their turns on it, in order.
+
+    Channels whose slots alternate in a loop are left out, and so are slots of several channels.
+    """
+    ends: dict[object, list[tuple[object, _Use]]] = defaultdict(list)
+    channels: dict[_Use, set[str]] = defaultdict(set)
+    for op in (op for op in analysis.moves(launch) if isinstance(op, ChannelEnd)):
+        side = analysis.end(op, where)
+        if side.space == L3:
+            name, indices = op.chan_name.string_value(), tuple(map(constant_of, op.indices))
+            outermost = next((parent for parent in reversed([*parents(op)]) if isinstance(parent, scf.ForOp)), op)
+            use = str(analysis.root(side.value).name_hint), isinstance(op, ChannelGetOp)
+            channels[use].add(name)
+            ends[name, indices].append((outermost, use))
+    for turns in ends.values():
+        of_loop: dict[object, set[_Use]] = defaultdict(set)
+        for loop, use in turns:
+            of_loop[loop].add(use)
+        if all(len(uses) == 1 for uses in of_loop.values()):
+            yield [use for use, _ in itertools.groupby(use for _, use in turns) if len(channels[use]) == 1]
 
 
 def check_order(where: str, use: _Use, expected: Sequence[Access], streams: Sequence[Sequence[Runs]]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llama_npu2.errors import UserError
+from stages import air
 
 Dims = tuple[tuple[int, int], ...]
 """(size, stride) of each dimension, outermost first, in elements."""
@@ -334,6 +335,11 @@ def _sequence(device: Line, name: str) -> Line | None:
     return next((line for line in device.body if line.name in _SEQUENCES and line.symbol == name), None)
 
 
+def _touches_none(call: Line) -> bool:
+    """Return whether a tile function touches none of its buffers (`air.KEEP`)."""
+    return f"{air.KEEP}_" in f"{call.text.partition('(')[0]}_"
+
+
 _SEQUENCES = ("aie.runtime_sequence", "aiex.runtime_sequence")
 _KNOWN = frozenset(
     (
@@ -449,6 +455,8 @@ class _Reader:
             match line.name:
                 case "aie.use_lock":
                     yield Action(*_lock_use(line))
+                case "func.call" if _touches_none(line):
+                    continue
                 case "func.call":
                     yield Action("call", buffers=tuple(word for word in line.arguments() if word in self.memrefs))
                 case "scf.for":
