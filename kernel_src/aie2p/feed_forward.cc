@@ -12,22 +12,18 @@
 // where its sums come later, and the norm's weight in the second half of the last token's.
 #include "grouped_silu.h"
 #include "rms_norm.h"
+#include "joined_sums.h"
 
 namespace {
 
 static_assert(LANES == WIDE, "a panel of gate makes a group of inputs of down");
 
 constexpr unsigned CHUNK = GROUPS * GROUP, INPUTS = STEPS * CHUNK, DOWN_INPUTS = DOWN_STEPS * CHUNK;
-constexpr unsigned PART = OUTS / PARTS, EACH = 16, ROW = INPUTS > OUTS ? INPUTS : OUTS;
+constexpr unsigned ROW = INPUTS > OUTS ? INPUTS : OUTS;
 constexpr unsigned DOWN_ROW = (DOWN_INPUTS + WIDE - 1) / WIDE * WIDE;
-static_assert(PART % EACH == 0);
 constexpr unsigned MOST = (INPUTS > DOWN_INPUTS ? INPUTS : DOWN_INPUTS) / GROUP;
 
 using Known = Inputs<2, MOST>;
-
-#ifndef TOKENS
-#define TOKENS 1
-#endif
 
 constexpr unsigned SUMS = (2 * LANES + 2 * MOST + 1 + 15) / 16 * 16;
 
@@ -53,14 +49,6 @@ void take(const uint8 *chunk, const int16 *normed, unsigned next_normed, int32 i
         const int16 *fixed = reinterpret_cast<const int16 *>(inner);
         float *own = sums + down / DOWN_STEPS * LANES;
         Known::add<TOKENS>(chunk, fixed, down % DOWN_STEPS, acc, own, DOWN_ROW, SUMS, OUTS);
-    }
-}
-
-// Part `index` of x, up to where the next token's begins.
-void round_part(const float *part, int32 index, bfloat16 *x, unsigned end = OUTS) {
-    for (unsigned i = 0; i < PART && index * PART + i < end; i += EACH) {
-        const aie::accum<accfloat, EACH> sum(aie::load_v<EACH>(part + i));
-        aie::store_v(x + index * PART + i, sum.template to_vector<bfloat16>());
     }
 }
 
@@ -119,52 +107,6 @@ extern "C" void AIE_FN(feed_forward_step)(const uint8 *chunk, const bfloat16 *no
                                           bfloat16 *inner, float *sums) {
     use_nearest_even();
     take(chunk, reinterpret_cast<const int16 *>(normed), 0, index, acc, inner, sums);
-}
-
-#endif
-
-// A part of `PARTS` of what all cores up to this one make of x: of the first, it and the core's own. Of a SANDWICH without x.
-extern "C" void AIE_FN(feed_forward_first)([[maybe_unused]] const bfloat16 *x, int32 index, const float *sums, float *part) {
-    use_nearest_even();
-    for (unsigned token = 0; token < TOKENS; ++token, x += COLS, sums += OUTS, part += PART)
-        for (unsigned i = 0; i < PART; i += EACH) {
-            const unsigned at = index * PART + i;
-#ifdef SANDWICH
-            aie::store_v(part + i, aie::load_v<EACH>(sums + at));
-#else
-            const aie::accum<accfloat, EACH> sum(aie::load_v<EACH>(sums + at));
-            aie::store_v(part + i, aie::add(sum, aie::load_v<EACH>(x + at)).template to_vector<float>());
-#endif
-        }
-}
-
-extern "C" void AIE_FN(feed_forward_join)(const float *sums, int32 index, float *part) {
-    sums += index * PART;
-    for (unsigned token = 0; token < TOKENS; ++token, sums += OUTS, part += PART)
-        for (unsigned i = 0; i < PART; i += EACH)
-            aie::store_v(part + i, aie::add(aie::load_v<EACH>(part + i), aie::load_v<EACH>(sums + i)));
-}
-
-#ifdef SANDWICH
-
-// The product is kept as bf16 in place of the core's sums, of which it takes half: of those that are in the parts so far.
-extern "C" void AIE_FN(feed_forward_last)(const float *part, int32 index, bfloat16 *x, bfloat16 *sums,
-                                          const bfloat16 *after, float eps) {
-    use_nearest_even();
-    for (unsigned token = 0; token < TOKENS; ++token, part += PART, x += COLS, sums += 2 * OUTS) {
-        round_part(part, index, sums);
-        if (index < static_cast<int32>(PARTS) - 1) continue;
-        norm_row<COLS>(sums, after, sums, eps);
-        add_row<COLS>(x, sums);
-    }
-}
-
-#else
-
-extern "C" void AIE_FN(feed_forward_last)(const float *part, int32 index, bfloat16 *x) {
-    use_nearest_even();
-    for (unsigned token = 0; token < TOKENS; ++token, part += PART, x += COLS)
-        round_part(part, index, x, token == TOKENS - 1 ? OUTS : COLS);
 }
 
 #endif

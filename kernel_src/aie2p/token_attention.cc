@@ -130,6 +130,10 @@ extern "C" void AIE_FN(ta_row)(bfloat16 *rows NORMED(, const bfloat16 *norms), c
     reinterpret_cast<int32 *>(fresh + TOKENS * KV_ROW)[index] = position_of(table);
 }
 
+// Touches nothing: buffers that only a loop uses would be moved into it.
+extern "C" void AIE_FN(ta_keep)(bfloat16 * NORMED(, bfloat16 *), float *, bfloat16 *, float *, float *, float *, Cached *,
+                                Cached *, bfloat16 *) {}
+
 // Of the token `own`, when it comes.
 extern "C" void AIE_FN(ta_queries)(bfloat16 *rows NORMED(, const bfloat16 *norms), const float *table, int32 group,
                                    int32 index, int32 own, bfloat16 *q, float *acc, float *stats NORMED(, float eps)) {
@@ -148,7 +152,7 @@ extern "C" void AIE_FN(ta_step)(const Cached *fresh, int32 own, int32 k_row, Cac
 
 #else
 
-// Touches nothing. A loop over sequences is after it, whose buffers the compiler leaves where they are, as it has them, too.
+// Touches nothing: buffers that only a loop uses would be moved into it.
 extern "C" void AIE_FN(ta_keep)(bfloat16 *, float *, Cached *, bfloat16 *, float *, float *, float *,
                                 bfloat16 * NORMED(, bfloat16 *, bfloat16 *)) {}
 

@@ -7,7 +7,7 @@ them, as machines do in tensor parallelism (Shoeybi et al. 2019, section 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -189,9 +189,7 @@ class Tiling:
         return {
             "feed_forward_begin": Cost(vectors=each * (begin + added)),
             "feed_forward_step": Cost(vectors=-(-each * vectors // chunks), scheduled=products),
-            "feed_forward_first": Cost(vectors=each * part_vectors * (2 if self.sandwich else 7)),
-            "feed_forward_join": Cost(vectors=each * part_vectors * 4),
-            "feed_forward_last": Cost(vectors=each * (part_vectors * 4 + added // PARTS)),
+            **join_costs(each * part_vectors, sandwich=self.sandwich, last=each * added // PARTS),
         }
 
     def __str__(self) -> str:
@@ -202,6 +200,15 @@ class Tiling:
             f"chunks of {cut.lanes}x{cut.chunk_groups * GROUP} in {cut.chunk_bytes} bytes, "
             f"{'+'.join(map(str, self.steps))} steps of {self.together}"
         )
+
+
+def join_costs(vectors: int, sandwich: bool = False, last: int = 0) -> Mapping[str, Cost]:
+    """Return the costs of the tile functions of `join`, for parts of so many vectors; `last`: more of the last."""
+    return {
+        "feed_forward_first": Cost(vectors=vectors * (2 if sandwich else 7)),
+        "feed_forward_join": Cost(vectors=vectors * 4),
+        "feed_forward_last": Cost(vectors=vectors * 4 + last),
+    }
 
 
 def tile(
@@ -261,7 +268,7 @@ def _launch(b: Builder, p: Tiling, first: int) -> None:
     rows, end = b.channel((1, height), (SHARES, height)), b.channel((1, height), (1, height))
     _send_rows(b, p, rows, first)
     with b.herd(SHARES, height) as (tx, ty):
-        _core(b, p, _Streams(fed, rows, b.cascade((SHARES - 1, height)), end), (tx, ty))
+        _core(b, p, Streams(fed, rows, b.cascade((SHARES - 1, height)), end), (tx, ty))
     width = each * p.cols
     with b.alloc(air.L2, (height, width)) as (out,):
         if height > 1:
@@ -277,7 +284,7 @@ def _launch(b: Builder, p: Tiling, first: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Streams:
+class Streams:
     """Channels of the cores."""
 
     fed: Channel
@@ -335,7 +342,7 @@ def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
             b.put(fed, (tx, ty), chunks.at((tx, 1, size), (j * chunk, chunk, 1)))
 
 
-def _core(b: Builder, p: Tiling, streams: _Streams, tile: tuple[Index, Index]) -> None:
+def _core(b: Builder, p: Tiling, streams: Streams, tile: tuple[Index, Index]) -> None:
     """Compute the core's share of all sums, then add those of the cores before it, part by part."""
     inputs, part, each = p.network.pairs.inputs, p.outputs // PARTS, p.tokens.each
     # What comes before there are sums lies in their place: of a sandwich, and of several tokens.
@@ -362,33 +369,44 @@ def _core(b: Builder, p: Tiling, streams: _Streams, tile: tuple[Index, Index]) -
             b.get(streams.fed, tile, chunk)
             b.call(p.variant, "feed_forward_step", chunk, *own_norm, j, acc, inner, sums)
         for i in range(PARTS):
-            _join(b, p, streams.chain, tile, i, (x, sums, others, *after))
+            join(b, p.variant, streams.chain, tile, i, (x, x, sums, others, *after), *([p.norm.eps] if after else []))
         with b.where(tile[0], "eq", LAST):
             b.put(streams.end, (0, tile[1]), x.at((0, each * p.cols, 1)))
 
 
-def _join(
-    b: Builder, p: Tiling, chain: Channel, tile: tuple[Index, Index], part: int, core: tuple[MemRef, ...]
+def join(
+    b: Builder,
+    variant: Variant,
+    chain: Channel,
+    tile: tuple[Index, Index],
+    part: int,
+    core: tuple[MemRef, ...],
+    *eps: float,
 ) -> None:
-    """Pass a part of the sums through a core. The last core writes the total over its `x`.
+    """Pass a part of the sums through a core. The first core adds `x`; the last one writes the total.
 
-    `core`: its `x`, its own sums, the buffer for the sums of others, and of a sandwich the last norm's weight. Each
-    core has a branch of its own, because the compiler needs constants for the cores at both ends of a transfer.
+    Each core has a branch of its own, because the compiler needs constants for the cores at both ends of a transfer.
+
+    Args:
+        variant: that of the tile functions of `kernel_src/aie2p/joined_sums.h`.
+        core: its `x`, the buffer for the result, which may be `x`, its own sums, the buffer for the sums of others, and
+            of a sandwich the last norm's weight.
+        eps: the norm's, of a sandwich.
     """
-    x, sums, others, *after = core
+    x, result, sums, others, *after = core
     tx, ty = tile
     with b.where(tx, "eq", FIRST):
-        b.call(p.variant, "feed_forward_first", x, part, sums, others)
+        b.call(variant, "feed_forward_first", x, part, sums, others)
     for column in range(FIRST + 1, LAST + 1):
         with b.where(tx, "eq", column):
             b.get(chain, (column - 1, ty), others)
-            b.call(p.variant, "feed_forward_join", sums, part, others)
+            b.call(variant, "feed_forward_join", sums, part, others)
     for column in range(FIRST, LAST):
         with b.where(tx, "eq", column):
             b.put(chain, (column, ty), others)
     with b.where(tx, "eq", LAST):
-        ending = (sums, after[0], p.norm.eps) if after else ()
-        b.call(p.variant, "feed_forward_last", others, part, x, *ending)
+        ending: Iterable[MemRef | float] = (sums, *after, *eps) if after else ()
+        b.call(variant, "feed_forward_last", others, part, result, *ending)
 
 
 OF_A_TOKEN = (

@@ -16,6 +16,8 @@ and if the array reads the format (`Format.cut` is given: int4, int6 and int8)
   `int4_unpack_bfp16`, ...
 - on the array, `int4_feed_forward` and `int4_sandwich_feed_forward`
 - on the array, all of these for several tokens: `int4_batched_gemv`, `int4_batched_feed_forward`, ...
+- on the array, for several tokens, a feed-forward network as two launches: `int4_batched_norm_shared_swiglu` and
+  `int4_batched_shared_gemv_add`
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from stages.kernels import (
     gemv,
     grouped_gemv,
     rms_norm,
+    shared_down,
     silu_and_mul,
 )
 from stages.kernels import embed as embedding
@@ -275,6 +278,33 @@ def _feed_forward(kernel: Kernel, stored: Format) -> Iterator[Kernel]:
     yield from (one, batched(one, tiling))
 
 
+def _shared(kernel: Kernel, stored: Format) -> Kernel:
+    """Return the array's kernel for several tokens of a product of `shared_down`."""
+    cut = stored.feed_forward
+    assert cut is not None
+    joins = kernel.source == shared_down.SOURCE
+
+    def pairs(rows: int, cols: int, _: int) -> Cut:
+        return cut(cols, rows).pairs
+
+    def tiling(sizes: Sizes, tokens: Tokens = ONE) -> shared_down.Tiling | grouped_gemv.Tiling:
+        out_cols, cols = sizes["out_cols"], sizes["cols"]
+        if joins:
+            return shared_down.tile(stored, out_cols, cols, tokens)
+        norm = rms_norm.Norm.of(sizes)
+        tiled = grouped_gemv.tile(pairs, out_cols, cols, pairs=True, norm=norm, tokens=tokens)
+        return replace(tiled, activation=sizes.get("activation", 0))
+
+    one = replace(
+        kernel,
+        stored=stored.name,
+        args=_stored_args(kernel, stored, {_ARRAY_SET: "shared_lanes" if joins else "shared_pairs"}),
+        reference=_dequantised(kernel, stored),
+        program=shared_down.build if joins else grouped_gemv.build,
+    )
+    return batched(one, tiling)
+
+
 def _vocabulary_kernels(stored: Format) -> Iterator[Kernel]:
     """Yield the host's kernels that read a vocabulary matrix as it lies for the array."""
     for kernel in _TEMPLATES:
@@ -352,6 +382,7 @@ def _kernels() -> Iterator[Kernel]:
             yield from _unpacking_kernels(stored)
             for kernel in feed_forward.OF_A_TOKEN:
                 yield from _feed_forward(kernel, stored)
+            yield from (_shared(kernel, stored) for kernel in shared_down.OF_A_TOKEN)
 
 
 KERNELS = tuple(_kernels())

@@ -170,7 +170,9 @@ class Tiling(kv_rows.Heads):
     in DDR by then.
 
     With several sequences, a core does for one after the other what it does for a token alone. Configuring the array
-    takes longer than that, so a launch takes as many as a channel of a shim queues caches.
+    takes longer than that, so a launch takes as many as a channel of a shim queues caches. So it does with several
+    tokens where it has no room for two (`in_turn`): the keys are then read for each. (Of cores with one token each,
+    mlir-air of 2026-05-08 crashes now and then, by addresses.)
     """
 
     window: int
@@ -189,6 +191,8 @@ class Tiling(kv_rows.Heads):
     """Whether positions are read from `view` on, else from the first."""
     tokens: Tokens = ONE
     """Tokens at consecutive positions."""
+    in_turn: bool = False
+    """Whether each core takes all of several tokens, one after the other."""
     sequences: Sequences | None = None
     """Those whose tokens it takes, if `x` and `out` have a row for each of several sequences."""
     stored: str = "bf16"
@@ -239,7 +243,7 @@ class Tiling(kv_rows.Heads):
         row has one place (mlir-air of 2026-05-08). In herds of more than four cores the channel also brings the keys,
         and each filling has its place.
         """
-        return self.tokens != ONE and self.columns * self.tokens.herd_rows <= limits.ROWS
+        return self.tokens != ONE and not self.in_turn and self.columns * self.tokens.herd_rows <= limits.ROWS
 
     @property
     def inputs(self) -> int:
@@ -301,10 +305,10 @@ class Tiling(kv_rows.Heads):
             step = Cost(2 * self.queries * self.tile_k * self.head_dim, vectors=vectors)
         begin = {"ta_init": Cost(vectors=self._rotation(self.group + 1) + into_blocks + row)}
         if self.tokens != ONE:
-            share = 1 / self.tokens.together
+            share = 1.0 if self.in_turn else 1 / self.tokens.together
             queries = Cost(vectors=self._rotation(self.group) + into_blocks, share=share)
             begin = {"ta_row": Cost(vectors=self._rotation(1) + row), "ta_queries": queries}
-        if self.sequences:
+        if self.sequences or self.in_turn:
             begin |= {_KEEP: Cost()}
         return {
             **begin,
@@ -388,19 +392,24 @@ def several(one: Tiling, tokens: Tokens) -> Tiling:
     window = one.scores.positions(tokens.count, one.tile_k) if one.slides else one.window
     ways = [
         # The compiler puts herds of two to four cores into one column, where the keys of two heads lose their order.
-        replace(one, window=window, tokens=way, columns=one.columns if one.columns * rows > limits.ROWS else 1)
-        for rows, way in _ways(tokens.count)
-        # A core derives where a view begins from the first token of its launch.
-        if way.launches == 1 or not one.slides
+        replace(one, tokens=way, columns=one.columns if one.columns * _TOKEN_ROWS > limits.ROWS else 1)
+        for way in _launches(tokens.count)
+        if way.together > _TOKEN_ROWS
     ]
-    return limits.require_any(what, limits.IN_L1, filter(_fits, ways))[0]
+    ways = [replace(way, tokens=replace(way.tokens, each=way.tokens.together // _TOKEN_ROWS)) for way in ways]
+    # A channel of a memory tile can use half of its descriptors, of which others there take some.
+    sent = 2 + bool(one.norm)
+    in_turn = (way for way in _launches(tokens.count) if way.together * sent <= limits.MEMTILE_DESCRIPTORS // 3)
+    ways += [replace(one, tokens=way, in_turn=True) for way in in_turn]
+    # A core derives where a view begins from the first token of its launch.
+    usable = (replace(way, window=window) for way in ways if way.tokens.launches == 1 or not one.slides)
+    return limits.require_any(what, limits.IN_L1, filter(_fits, usable))[0]
 
 
-def _ways(count: int) -> Iterator[tuple[int, Tokens]]:
-    """Yield rows of cores, and how tokens are divided among them, the fewest launches first: each reads all keys."""
+def _launches(count: int) -> Iterator[Tokens]:
+    """Yield how tokens are divided among launches, the fewest first. Each core takes all of a launch."""
     for launches in limits.divisors(count)[::-1]:
-        for rows in limits.divisors(count // launches, 1, _TOKEN_ROWS):
-            yield rows, Tokens(count, count // (launches * rows), launches)
+        yield Tokens(count, count // launches, launches)
 
 
 _TOKEN_ROWS = 2
@@ -416,7 +425,7 @@ def _fits(p: Tiling) -> bool:
     accumulators, maxima and sums; keys, values and scores, which the compiler copies because only the loop over the
     keys uses them.
     """
-    count, each, element = p.tokens.together, p.tokens.each, SIZES[p.kv_dtype]
+    count, each, element = p.tokens.together, 1 if p.in_turn else p.tokens.each, SIZES[p.kv_dtype]
     own = BF16 * p.group * p.head_dim + (BF16 + F32) * p.queries * p.head_dim + F32 * math.prod(_stats(p))
     return limits.fits_l1(
         limits.aligned(BF16 * p.inputs) + limits.aligned(count * F32 * p.angles),
@@ -535,11 +544,7 @@ def _attend_sequences(b: Builder, p: Tiling, of: Sequences, first: int) -> None:
     _send_sequences(b, p, of, rows)
     keys, own_rows = (b.channel((p.columns, 1), (p.columns, 1)) for _ in range(2))
     for number in numbers:
-        with b.loop(p.steps) as j:
-            for column in columns:
-                head = (first + column) * p.kv_head, p.kv_head, 1
-                cache = b.args[of_sequence("kv", number)].at((j * p.tile_k, p.tile_k, p.kv_row), head)
-                b.put(keys, (column, 0), cache)
+        _send_keys(b, p, keys, of_sequence("kv", number), first)
     with b.alloc(air.L2, (p.columns, of.together * width)) as (results,):
         with b.herd(p.columns, 1) as tile:
             _attend_each(b, p, of.together, (rows, keys, own_rows), tile, first, results)
@@ -616,6 +621,26 @@ def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
     together, width = p.tokens.together, p.group * p.head_dim
     herd = p.columns, p.tokens.herd_rows
     rows = b.channel((1, 1), herd)
+    if p.in_turn:
+        keys = _send_in_turn(b, p, rows, first, token)
+    else:
+        _send_once(b, p, rows, token)
+    rows_of_head = (p.columns, together * p.kv_head), p.kv_dtype
+    with b.alloc(air.L2, rows_of_head, (p.columns, together * width)) as results:
+        with b.herd(*herd) as tile:
+            if p.in_turn:
+                _attend_in_turn(b, p, (rows, keys), tile, first, results)
+            else:
+                _attend_own(b, p, rows, tile, first, results)
+        # The compiler cuts these transfers by column and drops an offset of that dimension, so the offset stays 0.
+        sizes, wholes = (p.kv_head, width), (p.kv_row, p.heads * p.head_dim)
+        for name, size, whole, result in zip(("row", "out"), sizes, wholes, results, strict=True):
+            b.dma(b.args[name].at((0, p.columns, size), (token, together, whole), (first * size, size, 1)), result)
+
+
+def _send_once(b: Builder, p: Tiling, rows: Channel, token: int) -> None:
+    """Send the tokens of a launch, from `token` on, to all cores."""
+    together = p.tokens.together
     b.put(rows, (0, 0), b.args["table"].at((token * p.angles, together * p.angles, 1)))
     if p.norm:
         b.put(rows, (0, 0), b.args[_JOINED].at((0, len(_NORMS) * p.head_dim, 1)))
@@ -625,14 +650,83 @@ def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
         with b.loop(together) as i:
             row = i + token if token else i
             b.put(rows, (0, 0), b.args["x"].at((row, 1, p.width), (0, p.width, 1)))
-    rows_of_head = (p.columns, together * p.kv_head), p.kv_dtype
-    with b.alloc(air.L2, rows_of_head, (p.columns, together * width)) as results:
-        with b.herd(*herd) as tile:
-            _attend_own(b, p, rows, tile, first, results)
-        # The compiler cuts these transfers by column and drops an offset of that dimension, so the offset stays 0.
-        sizes, wholes = (p.kv_head, width), (p.kv_row, p.heads * p.head_dim)
-        for name, size, whole, result in zip(("row", "out"), sizes, wholes, results, strict=True):
-            b.dma(b.args[name].at((0, p.columns, size), (token, together, whole), (first * size, size, 1)), result)
+
+
+def _send_in_turn(b: Builder, p: Tiling, rows: Channel, first: int, token: int) -> Channel:
+    """Send all cores a token at a time, from `token` on, with what all of them need, and each column its keys as often.
+
+    Return the channel of keys. What a stream brings again and again comes by way of L2.
+    """
+    count, staged = p.tokens.together, b.channel((1, 1), (1, 1))
+    sizes = {"x": count * p.width, **({_JOINED: len(_NORMS) * p.head_dim} if p.norm else {}), "table": count * p.angles}
+    for name, size in sizes.items():
+        start = 0 if name == _JOINED else token * size // count
+        b.put(staged, (0, 0), b.args[name].at((start, size, 1)))
+    held = [((size,), "f32" if name == "table" else "bf16") for name, size in sizes.items()]
+    with b.alloc(air.L2, *held) as (x, *others):
+        for target in (x, *others):
+            b.get(staged, (0, 0), target)
+        for number in range(count):
+            for source in (x.at((number * p.width, p.width, 1)), *others):
+                b.put(rows, (0, 0), source)
+    keys = b.channel((p.columns, 1), (p.columns, 1))
+    with b.loop(count):
+        _send_keys(b, p, keys, "kv", first)
+    return keys
+
+
+def _send_keys(b: Builder, p: Tiling, keys: Channel, cache: str, first: int) -> None:
+    """Send each column the keys of its KV head, from head `first` on, tile by tile."""
+    with b.loop(p.steps) as j:
+        for column in range(p.columns):
+            head = (first + column) * p.kv_head, p.kv_head, 1
+            b.put(keys, (column, 0), b.args[cache].at((j * p.tile_k, p.tile_k, p.kv_row), head))
+
+
+def _attend_in_turn(
+    b: Builder,
+    p: Tiling,
+    streams: tuple[Channel, Channel],
+    tile: tuple[Index, Index],
+    first: int,
+    results: Sequence[MemRef],
+) -> None:
+    """Attend for a launch's tokens, one after the other, on a core.
+
+    Args:
+        streams: what brings tokens, and what brings keys.
+        first: the KV head of the first column.
+        results: as in `_attend_own`.
+    """
+    (rows, keys), count, kv_head = streams, p.tokens.together, tile[0] + first
+    norm, eps = ([(len(_NORMS) * p.head_dim,)], [p.norm.eps]) if p.norm else ([], [])
+    x, _, row, *work = _token_buffers(p)
+    tables, fresh = ((count * p.angles,), "f32"), ((p.fresh,), p.kv_dtype)
+    with (
+        b.alloc(air.L1, x, *norm, tables) as given,
+        b.alloc(air.L1, *work, fresh, row, (p.group * p.head_dim,)) as (
+            q,
+            acc,
+            stats,
+            scores,
+            fresh_rows,
+            *own_results,
+        ),
+    ):
+        # Buffers that only the loop uses would be moved into it, and doubled.
+        b.call(p.variant, _KEEP, *given, q, acc, stats, scores, fresh_rows, *own_results)
+        with b.loop(count) as i:
+            for target in given:
+                b.get(rows, tile, target)
+            b.call(p.variant, "ta_row", *given, kv_head, i, fresh_rows, *eps)
+            b.call(p.variant, "ta_queries", *given, kv_head, i, i, q, acc, stats, *eps)
+            with flash_attention.tiles_of(b, p.steps, p, lambda _, kv: b.get(keys, tile, kv)) as (j, kv):
+                b.call(p.variant, "ta_step", fresh_rows, i, j * p.tile_k, kv, q, acc, stats, scores)
+            b.call(p.variant, "ta_out", acc, stats, q, fresh_rows, i, 0, *own_results)
+            own_row, out = own_results
+            kept = _filled(own_row, limits.aligned(p.kv_head, SIZES[p.kv_dtype]), p.kv_head)
+            for result, own_result, size in zip(results, (kept, out), (p.kv_head, p.group * p.head_dim), strict=True):
+                b.dma(result.at((tile[0], 1, count * size), (i * size, size, 1)), own_result)
 
 
 def _attend_own(
@@ -646,8 +740,6 @@ def _attend_own(
     """
     count, each, (tx, ty) = p.tokens.together, p.tokens.each, tile
     d, width, kv_head = p.head_dim, p.group * p.head_dim, tx + first
-    # Of cores with one token, mlir-air of 2026-05-08 crashes more often where the loop over keys computes this.
-    element = kv_head * p.kv_head if each == 1 else None
     blocks = (p.queries // p.unit, d // limits.BLOCK, p.unit, limits.BLOCK)
     of_token: list[tuple[int, ...] | tuple[tuple[int, ...], str]]
     of_token = [blocks, ((p.queries, d), "f32"), (_stats(p), "f32")]
@@ -666,7 +758,7 @@ def _attend_own(
             b.call(p.variant, "ta_row", x, *norms, table, kv_head, i, fresh, *eps)
             for token, work in own:
                 b.call(p.variant, "ta_queries", x, *norms, table, kv_head, i, token, *work, *eps)
-        with flash_attention.tiles(b, p.steps, p, kv_head, element) as (j, kv):
+        with flash_attention.tiles(b, p.steps, p, kv_head) as (j, kv):
             for token, work in own:
                 b.call(p.variant, "ta_step", fresh, token, j * p.tile_k, kv, *work, scores)
         kept = limits.aligned(each * p.kv_head, SIZES[p.kv_dtype])

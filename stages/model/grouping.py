@@ -66,10 +66,10 @@ class Grouping:
     """The grouping in place of this one where weights are stored so that one product can multiply with several."""
     row_logits: Chain | None = None
     """The parts that compute the logits of several rows at once, after a prompt's layers; None if rows take turns."""
-    tokens: Chain | None = None
-    """The parts that compute for a few tokens of a text what those of `token` do for one, with the same bits."""
+    tokens: Mapping[int, Chain] = field(default_factory=dict)
+    """The parts that compute for so many tokens of a text what those of `token` do for one, with the same bits."""
     counts: tuple[int, ...] = ()
-    """How many tokens `tokens` takes: there are programs for each of these numbers."""
+    """Which of `tokens` there are programs for."""
     sequences: Mapping[int, Chain] = field(default_factory=dict)
     """The parts that compute for a token of each of so many sequences what those of `token` do, with the same bits."""
     together: tuple[int, ...] = ()
@@ -86,8 +86,8 @@ class Grouping:
         yield self.token, ()
         if self.row_logits:
             yield self.row_logits, buckets
-        if self.tokens and self.counts:
-            yield self.tokens, self.counts
+        if self.tokens:
+            yield from ((self.tokens[count], (count,)) for count in self.counts)
         yield from ((self.sequences[count], (count,)) for count in self.together)
 
     def of(self, config: Config, policy: Policy) -> Grouping:

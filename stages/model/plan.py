@@ -175,7 +175,7 @@ class _Planner:
             self._add_phase(DECODE, token)
         if self.grouping.tokens:
             for count, context in itertools.product(self.grouping.counts, context_buckets(self.config.max_seq)):
-                self._add_phase(Phase(TOKENS, count, context), self.grouping.tokens, count, context)
+                self._add_phase(Phase(TOKENS, count, context), self.grouping.tokens[count], count, context)
         for count, context in itertools.product(self.grouping.together, context_buckets(self.config.max_seq)):
             self._add_phase(Phase(SEQUENCES, count, context), self.grouping.sequences[count], count, context)
         self._place_sequences(max(self.grouping.together, default=1))

@@ -282,7 +282,7 @@ class Estimate:
 
     def _made_stretches(self, sizes: Sizes) -> Iterator[Stretch]:
         grouping = self.grouping
-        tokens = grouping.tokens if sizes.several and grouping.tokens else grouping.token
+        tokens = grouping.tokens[sizes.count] if sizes.several and grouping.tokens else grouping.token
         if sizes.of_sequences:
             tokens = grouping.sequences[sizes.count]
         chained_parts = chained(self.config, grouping.prompt if sizes.of_prompt else tokens, self.policy)

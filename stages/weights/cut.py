@@ -176,6 +176,10 @@ class FeedForward:
         sums = 4 * (outputs + outputs // PARTS)
         return 2 * self.pairs.chunk_bytes + rows + sums + 8 * (self.pairs.lanes + groups) + 2 * limits.ALIGNMENT_BYTES
 
+    def divides(self, cols: int, inner: int) -> bool:
+        """Return whether shares of so many columns, and panels of so many outputs, need no padding."""
+        return (self.inner * SHARES, self.shares.panels * self.shares.lanes) == (inner, cols)
+
     def has_room(self, elements: int) -> bool:
         """Return whether a core also has room for so many bf16."""
         return limits.fits_l1(self.l1_bytes, limits.aligned(2 * elements))

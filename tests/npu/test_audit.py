@@ -609,6 +609,10 @@ TRADES = {
     "keeps one while it gives the other": ([TAKE, CALL.format(0), TAKE, BOTH, GIVE, GIVE], ""),
     "takes one of two": ([TAKE, BOTH, TAKE, GIVE, GIVE], "uses %buf1 where its DMA is at %buf0"),
     "takes none": ([CALL.format(0), TAKE, TAKE, GIVE, GIVE], "uses %buf0 where its DMA is at none"),
+    "never uses one": (
+        [TAKE, CALL.format(0), TAKE, CALL.format(0), GIVE, GIVE],
+        r"core \(0, 2\) has not used what its DMA brought to %buf1, where more comes",
+    ),
     "uses what it gave": ([TAKE, TAKE, GIVE, BOTH, GIVE], "uses %buf0 where its DMA is at %buf1"),
 }
 

@@ -101,6 +101,32 @@ def test_a_row_is_that_of_the_token_alone(
         assert got[token].tobytes() == computed(one, sizes, token).tobytes(), token
 
 
+@pytest.mark.parametrize(
+    "form, cols, ffn, pieces", [("int4", 256, 1024, 2), ("int8", 192, 768, 1), ("int6", 128, 512, 1)]
+)
+@pytest.mark.sampled(1)
+def test_a_network_in_two_launches_is_that_of_the_token_alone(form: str, cols: int, ffn: int, pieces: int) -> None:
+    """The second one adds the shares in the order of the one launch that a token takes."""
+    count, sizes = 8, {"cols": cols, "ffn": ffn, **NORM}
+    first = kernels()[f"{form}_batched_norm_shared_swiglu"], {"cols": cols, "out_cols": ffn, **NORM, "rows": count}
+    second = kernels()[f"{form}_batched_shared_gemv_add"], {"cols": ffn, "out_cols": cols, "rows": count}
+    one = kernels()[f"{form}_feed_forward"]
+    gate_up, down = weight(form, 2 * ffn, cols, "shared_pairs"), weight(form, cols, ffn, "shared_lanes")
+    x, norm = random(count, cols, seed=1), random(cols, seed=2)
+
+    def computed(kernel: Any, tiling: Any, **given: np.ndarray) -> np.ndarray:
+        made = kernel.program(tiling)
+        given["out"] = outputs(made)
+        return execute(made, *(given[argument.name_hint] for argument in made.function.body.block.args))
+
+    inner = computed(first[0], first[0].tiling(first[1]), x=x, norm=norm, weight=gate_up)
+    tiling = replace(second[0].tiling(second[1]), pieces=pieces, together=1)
+    got = computed(second[0], tiling, x=inner, residual=x, weight=down)
+    for token in range(count):
+        alone = computed(one, one.tiling(sizes), x=x[token], norm=norm, gate_up=gate_up, down=down)
+        assert got[token].tobytes() == alone.tobytes(), token
+
+
 @pytest.mark.parametrize("rows", COUNTS)
 @pytest.mark.parametrize("out_cols", [512, 576, 768, 960])
 def test_products_take_herds_that_the_compiler_gets_right(out_cols: int, rows: int) -> None:

@@ -10,9 +10,10 @@ from stages.kernels import kv_rows
 from stages.model.config import Config
 from stages.model.decoder import Attention, Experts, Layer
 from stages.model.part import Joined, Part, PartBuilder, PartKey
-from stages.model.parts.builders import BUILDERS, FUSED, MIXES, PAIRED, QUANTISED, SHARED, Build, Described
+from stages.model.parts.builders import BUILDERS, FUSED, MIXES, PAIRED, QUANTISED, SHARED, SPLIT, Build, Described
 from stages.model.policy import BF16, Policy
 from stages.model.stored import stored
+from stages.weights.cut import FeedForward
 from stages.weights.formats import formats
 
 
@@ -23,7 +24,7 @@ def part(config: Config, key: PartKey, policy: Policy = BF16) -> Part:
     KeyError if there is none of that name.
     """
     policy = with_overrides(policy, key.overrides)
-    others = (FUSED if shared_weights(config, policy) else {}) | _quantised(policy)
+    others = _sharing(config, policy) | _quantised(policy)
     plain = _built(config, key, others.get(key.name, BUILDERS[key.name]))
     return plain if policy == BF16 else replace(stored(plain, policy), key=key)
 
@@ -35,6 +36,15 @@ def plain_part(config: Config, key: PartKey, policy: Policy, paired: bool = Fals
     """
     build = (PAIRED if paired else BUILDERS | _quantised(policy)).get(key.name)
     return build and _built(config, PartKey(key.name, key.variant), build)
+
+
+def _sharing(config: Config, policy: Policy) -> dict[str, Build]:
+    """Return the parts that are others where cores share the weights of a feed-forward network."""
+    if not shared_weights(config, policy):
+        return {}
+    sandwich = any(layer.sandwich for layer in config.decoder.kinds)
+    network = _network(config, policy)
+    return FUSED | (SPLIT if network and not sandwich and network.divides(config.emb, config.ffn) else {})
 
 
 def _quantised(policy: Policy) -> dict[str, Build]:
@@ -126,7 +136,13 @@ def shared_weights(config: Config, policy: Policy) -> tuple[str, ...]:
     Its cores share the inner width, so all weights have to be stored alike, in a format whose layouts can be cut so,
     and a core needs room for the weight of the norm of a sandwich.
     """
+    network = _network(config, policy)
+    sandwich = any(layer.sandwich for layer in config.decoder.kinds)
+    return SHARED if network and (not sandwich or network.has_room(config.emb)) else ()
+
+
+def _network(config: Config, policy: Policy) -> FeedForward | None:
+    """Return how the weights of a feed-forward network are cut among cores; None if they cannot be."""
     names = {policy.of(slot, ("rows", "cols"), "bf16") for slot in SHARED}
     cut = formats()[names.pop()].feed_forward if len(names) == 1 else None
-    sandwich = any(layer.sandwich for layer in config.decoder.kinds)
-    return SHARED if cut and (not sandwich or cut(config.emb, config.ffn).has_room(config.emb)) else ()
+    return cut and cut(config.emb, config.ffn)

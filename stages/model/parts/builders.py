@@ -427,13 +427,14 @@ def _norm_conv_gemv(d: Described, rows: _Rows) -> PartBuilder:
     return b
 
 
-def _o_ffn_gemvs(d: Described, rows: _Rows, fused: bool = False) -> PartBuilder:
+def _o_ffn_gemvs(d: Described, rows: _Rows, fused: bool = False, split: bool = False) -> PartBuilder:
     """Build what follows tokens' attention, as three products.
 
     They are output projection and residual; RMS norm, gate, up and activation; down and residual.
 
     Args:
         fused: Whether everything from the norm on is one launch.
+        split: Whether it is two instead, of the weights for one launch; not in a sandwich.
     """
     b = PartBuilder()
     weight, width, buffer = d.mixed(_MIXED)
@@ -446,7 +447,7 @@ def _o_ffn_gemvs(d: Described, rows: _Rows, fused: bool = False) -> PartBuilder:
         return b
     res1 = b.slot("res1", rows.act("emb"), "scratch")
     _add_product(d, b, rows, attn_out, wo, x, res1, width, norm="attn_norm_w", product="proj")
-    if fused:
+    if fused and not split:
         _feed_forward(d, b, rows, "feed_forward", x=res1)
         return b
     norm_w = d.weight(b, "ffn_norm_w")
@@ -457,7 +458,12 @@ def _o_ffn_gemvs(d: Described, rows: _Rows, fused: bool = False) -> PartBuilder:
     output = b.slot("output", rows.act("emb"), "output", buffer="x.{next}")
     args = {"x": res1, "norm": norm_w, "weight": gate_up.slot.name, "out": swiglu}
     sizes = {"cols": "emb", "out_cols": "ffn", **rows.sizes}
-    b.launch(rows.kernel("norm_gemv_swiglu"), args, **sizes, **d.layer.norm.scalars, **d.activation)
+    kernel = rows.kernel("norm_shared_swiglu" if split else "norm_gemv_swiglu")
+    b.launch(kernel, args, **sizes, **d.layer.norm.scalars, **d.activation)
+    if split:
+        args = {"x": swiglu, "weight": w_down, "residual": res1, "out": output}
+        b.launch(rows.kernel("shared_gemv_add"), args, cols="ffn", out_cols="emb", **rows.sizes)
+        return b
     _add_product(d, b, rows, swiglu, w_down, res1, output, "ffn", norm="down_norm_w", product="down")
     return b
 
@@ -707,6 +713,9 @@ def attention_of(sequences: int) -> str:
     return f"sequences_{sequences}_token_attn"
 
 
+WIDE = f"{BATCHED}wide_o_ffn_gemvs"
+"""What `o_ffn_gemvs` is for more tokens than the array has rows of cores."""
+
 BUILDERS: dict[str, Build] = {
     "embed_tokens": lambda d: _embed(d, "embed"),
     "embed_token_rows": lambda d: _embed(d, "embed_rows"),
@@ -724,6 +733,7 @@ BUILDERS: dict[str, Build] = {
     **_of_tokens("token_attn", _token_attn),
     **{attention_of(count): partial(_token_attn, rows=_TOKENS, sequences=count) for count in COUNTS},
     **_of_tokens("o_ffn_gemvs", _o_ffn_gemvs),
+    WIDE: lambda d: _o_ffn_gemvs(d, _TOKENS),
     "o_ffn": lambda d: _o_ffn(d, _PROMPT),
     "o_add": _o_add,
     "gate_up": _gate_up,
@@ -750,8 +760,14 @@ eight rows of each alternate."""
 SHARED = ("w_gate", "w_up", "w_down")
 """Slots of all weights of the feed-forward network."""
 
-FUSED: dict[str, Build] = _of_tokens("o_ffn_gemvs", _o_ffn_gemvs, fused=True)
+FUSED: dict[str, Build] = {
+    **_of_tokens("o_ffn_gemvs", _o_ffn_gemvs, fused=True),
+    WIDE: lambda d: _o_ffn_gemvs(d, _TOKENS, fused=True),
+}
 """Parts of tokens in place of those of `BUILDERS` if the cores of a launch can share the weights of `SHARED`."""
+
+SPLIT: dict[str, Build] = {WIDE: lambda d: _o_ffn_gemvs(d, _TOKENS, fused=True, split=True)}
+"""Parts in place of those of `FUSED` if the cores' shares of these weights divide evenly."""
 
 QUANTISED: dict[str, Build] = {
     "rms_gemms_rope_kv": lambda d: _norm_qkv_rope(d, _PROMPT, interleave=True, quantises=True),

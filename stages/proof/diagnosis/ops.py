@@ -152,8 +152,7 @@ def _chain(grouping: Grouping, phase: Phase) -> Chain:
     if phase.kind == SEQUENCES:
         return grouping.sequences[phase.rows]
     if phase.kind == TOKENS:
-        assert grouping.tokens
-        return grouping.tokens
+        return grouping.tokens[phase.rows]
     return grouping.prompt if phase.kind == PREFILL.kind else grouping.token
 
 

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+from stages.air import limits
 from stages.kernels.tokens import COUNTS
 from stages.model.decoder import Attention, ShortConv
 from stages.model.grouping import Chain, Group, Grouping
 from stages.model.part import UNPACK, UNPACK_JOINED
-from stages.model.parts.builders import BATCHED, SCALE_LOGITS_ROWS, attention_of
+from stages.model.parts.builders import BATCHED, SCALE_LOGITS_ROWS, WIDE, attention_of
 
 CONTEXT = 4096
 """Default capacity of KV caches, in positions. All of the NPU's memory is locked, whether it is used or not."""
@@ -40,43 +41,55 @@ _JOINED_TOKEN = {
 
 _JOINED_TOKENS = {kind: tuple(f"{BATCHED}{name}" for name in names) for kind, names in _JOINED_TOKEN.items()}
 _AFTER = f"{BATCHED}o_ffn_gemvs"
-_TOKENS = Chain(_START, _JOINED_TOKENS, (f"{BATCHED}norm_lm_head",), scale=SCALE_LOGITS_ROWS)
 
 
-_SEQUENCES = {
-    count: replace(_TOKENS, layers={Attention.kind: (f"{BATCHED}norm_qkv_gemv", attention_of(count), _AFTER)})
-    for count in COUNTS
-}
+def _after(count: int) -> str:
+    """Return the part after the mixer of so many tokens."""
+    return WIDE if count > limits.ROWS else _AFTER
 
 
-def _attending_groups(kind: str, first: tuple[str, ...], after: str, **more: bool) -> tuple[Group, ...]:
-    """Return the programs of the first and of other layers, with joined weights, that begin with `first`."""
-    return (
-        Group(f"{kind}_first", first, windowed=True, **more),
-        Group(f"{kind}_layer", (after, *first), windowed=True, **more),
-    )
+def _tokens(count: int) -> Chain:
+    layers = {kind: (*first, _after(count)) for kind, (*first, _) in _JOINED_TOKENS.items()}
+    return Chain(_START, layers, (f"{BATCHED}norm_lm_head",), scale=SCALE_LOGITS_ROWS)
+
+
+def _sequences(count: int) -> Chain:
+    parts = f"{BATCHED}norm_qkv_gemv", attention_of(count), _after(count)
+    return replace(_tokens(count), layers={Attention.kind: parts})
+
+
+_TOKENS, _SEQUENCES = ({count: chain(count) for count in COUNTS} for chain in (_tokens, _sequences))
 
 
 def _groups_of_sequences(count: int, chain: Chain) -> tuple[Group, ...]:
     """Return the programs for a token of each of so many sequences, but for the last one, which tokens of one have."""
-    first = chain.layers[Attention.kind][:-1]
-    return _attending_groups(f"sequences_{count}", first, _AFTER, several=True)
+    *first, after = chain.layers[Attention.kind]
+    return (
+        Group(f"sequences_{count}_first", tuple(first), windowed=True, several=True),
+        Group(f"sequences_{count}_layer", (after, *first), windowed=True, several=True),
+    )
 
 
-def _joined_groups(kind: str, prefix: str = "") -> tuple[Group, ...]:
+def _joined_groups(kind: str, prefix: str = "", **afters: str) -> tuple[Group, ...]:
     """Return the programs of a token, or of several, with joined weights.
 
-    `prefix`: what the names of their parts begin with; nothing for those of one token.
+    Args:
+        prefix: what the names of their parts begin with; nothing for those of one token.
+        afters: further parts that may come after the mixer, by what names of programs with them begin with.
     """
     several = bool(prefix)
-    first, after = (f"{prefix}norm_qkv_gemv", f"{prefix}token_attn"), f"{prefix}o_ffn_gemvs"
-    conv = f"{prefix}norm_gemv_conv"
-    return (
-        *_attending_groups(kind, first, after, several=several),
+    first, conv = (f"{prefix}norm_qkv_gemv", f"{prefix}token_attn"), f"{prefix}norm_gemv_conv"
+    groups = [
+        Group(f"{kind}_first", first, windowed=True, several=several),
         Group(f"{kind}_first_conv", (conv,), several=several),
-        Group(f"{kind}_layer_conv", (after, conv), several=several),
-        Group(f"{kind}_last", (after, f"{prefix}norm_lm_head"), several=several),
-    )
+    ]
+    for name, after in {kind: f"{prefix}o_ffn_gemvs", **{f"{w}_{kind}": part for w, part in afters.items()}}.items():
+        groups += [
+            Group(f"{name}_layer", (after, *first), windowed=True, several=several),
+            Group(f"{name}_layer_conv", (after, conv), several=several),
+            Group(f"{name}_last", (after, f"{prefix}norm_lm_head"), several=several),
+        ]
+    return tuple(groups)
 
 
 GROUPINGS = {
@@ -113,7 +126,7 @@ GROUPINGS = {
             (
                 *_PROMPT_PROGRAMS,
                 *_joined_groups("decode"),
-                *_joined_groups("tokens", BATCHED),
+                *_joined_groups("tokens", BATCHED, wide=WIDE),
                 *(group for each in _SEQUENCES.items() for group in _groups_of_sequences(*each)),
             ),
             tokens=_TOKENS,

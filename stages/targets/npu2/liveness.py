@@ -46,6 +46,8 @@ class _Lane:
     """How often it gave `free`."""
     turns: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """The turns of each buffer."""
+    unused: set[tuple[str, int]] = field(default_factory=set)
+    """(buffer, first element) of what the core took and has not used yet."""
 
     def __post_init__(self) -> None:
         for turn, descriptor in enumerate(self.engine.descriptors):
@@ -64,10 +66,11 @@ class _Lane:
         return -1 if min(lasts) < -at_start else min(lasts) + count
 
     @property
-    def current(self) -> str:
-        """The buffer that the core took last."""
+    def current(self) -> tuple[str, int]:
+        """The buffer that the core took last, and the first element that the channel filled or sends."""
         turn = self.taken - self.locks[self.ready] - 1
-        return self.engine.turns[turn % len(self.engine.turns)].descriptor.buffer if self.taken else "none"
+        descriptor = self.engine.turns[turn % len(self.engine.turns)].descriptor
+        return (descriptor.buffer, descriptor.offset) if self.taken else ("none", 0)
 
 
 @dataclass(eq=False)
@@ -96,6 +99,8 @@ class _Array:
     """Turns that each channel of a tile did."""
     early: dict[tuple[Channel, int], str] = field(default_factory=dict)
     """(channel, turn) -> what is wrong if the channel ever gets there: a core used a buffer that it had given."""
+    lost: str = ""
+    """What is wrong if a core never used what came."""
     moved: bool = False
     """Whether anything happened in this round."""
 
@@ -119,6 +124,8 @@ class _Array:
         for (channel, turn), stale in self.early.items():
             if self.turned[channel] > turn:
                 raise UserError(stale)
+        if self.lost:
+            raise UserError(self.lost)
 
     def _others(self) -> Iterator[_Process]:
         for engine in self.configuration.engines:
@@ -223,16 +230,22 @@ class _Array:
 
     def _trade(self, core: Core, lane: _Lane, action: Action) -> None:
         """Follow a core's action that may be about the buffers of a channel."""
-        if action.what == "take":
-            lane.taken += action.count * (action.lock == lane.ready)
+        where = f"{self.where}: core ({core.column}, {core.row})"
+        if action.what == "take" and action.lock == lane.ready:
+            lane.taken += action.count
+            if lane.current in lane.unused:
+                self.lost = (
+                    self.lost or f"{where} has not used what its DMA brought to {lane.current[0]}, where more comes"
+                )
+            lane.unused |= {lane.current} if lane.engine.channel.direction == "S2MM" else set()
         elif action.what == "give":
             lane.given += action.count * (action.lock == lane.free)
+        lane.unused -= {kept for kept in lane.unused if kept[0] in action.buffers}
         for buffer in action.buffers:
             until = lane.until(buffer)
             if until is None or until >= lane.locks[lane.free] + lane.given:
                 continue
-            where = f"{self.where}: core ({core.column}, {core.row})"
-            stale = f"{where} uses {buffer} where its DMA is at {lane.current}"
+            stale = f"{where} uses {buffer} where its DMA is at {lane.current[0]}"
             if until < 0:
                 raise UserError(stale)
             self.early.setdefault((lane.engine.channel, until), stale)
