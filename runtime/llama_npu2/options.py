@@ -305,7 +305,7 @@ class Running(Checked):
     repeats: int = option(5, "make each measurement this often", "bench", "profile", unit="times", least=1)
     streams: str = option(
         "",
-        "also generate with this many sequences at a time, with commas between; on the CPU, but for `doit estimate`",
+        "also generate with this many sequences at a time, with commas between",
         "bench",
         "profile",
         "estimate",

@@ -74,9 +74,7 @@ def lines(report: Report) -> list[str]:
         text += [UNFUSED, *(f"  {finding.op.does}: {finding.wrong or 'right'}" for finding in report.inside), ""]
     if len(report.wrong) > SHOWN:
         text += [f"{len(report.wrong) - SHOWN} more launches are wrong", ""]
-    if report.not_run:
-        text += [f"not run: {', '.join(report.not_run)} (full=1 runs all)", ""]
-    return text
+    return [*text, *report.left_out, *([""] if report.left_out else [])]
 
 
 def rows(report: Report) -> Iterator[tuple[object, ...]]:

@@ -38,12 +38,11 @@ def run(probes: Probes) -> TaskFailed | None:
 def _setup(probes: Probes) -> Setup:
     model, options = probes.model, probes.options
     config = read_config(model.directory / CONFIG)
-    grouping = model.target.grouping(model.grouping_name)
     return Setup(
         Manifest.open(probes.directory),
         Manifest.open(model.directory),
         config,
-        programs(config, grouping, model.buckets),
+        programs(config, model.whole_grouping, model.buckets, model.policy, model.positions),
         model.bfp16,
         options.threads,
         options.repeats,
@@ -62,6 +61,9 @@ def _about(probes: Probes) -> dict[str, Any]:
         "grouping": options.grouping or probes.target.default_grouping,
         "matmul": probes.model.policy.matmul,
         "buckets": options.buckets,
+        "weights": probes.model.policy.matrices,
+        "tokens": options.tokens,
+        "sequences": options.sequences,
         "risky": options.risky,
         "tools": built["key"].get("tool", ""),
     }

@@ -38,7 +38,7 @@ def page(report: Report) -> Page:
     """Return the page of a report."""
     shown = Page(f"Diagnosis of {report.model}", report.verdict.removeprefix("diagnose: "))
     figures = {"runs": report.runs, "text": report.text, "launches": len(report.findings), "wrong": len(report.wrong)}
-    shown.add("What was run", facts(figures), *_not_run(report))
+    shown.add("What was run", facts(figures), *(note(f"{said[0].upper()}{said[1:]}.") for said in report.left_out))
     if report.wrong:
         shown.add("What is wrong", *_wrong(report.wrong[0], report.inside))
     if report.layers:
@@ -47,10 +47,6 @@ def page(report: Report) -> Page:
         shown.add("Layers", note(report.without_layers))
     shown.add("Launches", note(MEANING), *_by_layer(report))
     return shown
-
-
-def _not_run(report: Report) -> list[Markup]:
-    return [note(f"No prompt reached {', '.join(report.not_run)}: full=1 runs all.")] if report.not_run else []
 
 
 def _wrong(finding: Finding, inside: Sequence[Finding]) -> Iterator[Markup]:

@@ -21,9 +21,11 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import trust
+from llama_npu2.artifact.dtypes import nbytes
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices.sim import SimProgram
 from llama_npu2.devices.xrt import session
+from llama_npu2.engine.turns import TurnSteps
 from stages.engine.places import CONFIG
 from stages.estimate.constants import Machine, constants
 from stages.graph import Build
@@ -32,6 +34,7 @@ from stages.model.families import read_config
 from stages.model.grouping import programs
 from stages.model.policy import parse_policy
 from stages.proof.selftest import faults, graph, ladder, measure, raw, report
+from stages.proof.selftest import model as model_rungs
 from stages.proof.selftest.faults import FAULTS, Fault, cause_of, fault
 from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outcome, Rung, Setup, run_ladder
 from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
@@ -40,13 +43,16 @@ from stages.proof.selftest.trial import DISPATCHES, judge
 from stages.targets import forget_tools
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.levels import VARIABLE
-from stages.targets.npu2.modules import sources
+from stages.targets.npu2.modules import build_module, sources
 from stages.targets.npu2.toolchain import Npu
 from stages.weights.formats import formats
-from tests.conftest import A_LLAMA, ROOT, build, doit, ran, unfinished
-from tests.npu import test_npu2_build
+from tests.conftest import A_LLAMA, ROOT, build, doit, of_command_line, ran, unfinished
+from tests.npu import test_npu2_build, test_xrt
 from tests.support import pyxrt_standin
+from tests.support.npu_shapes import FEW as FEW_PROGRAMS
 from tests.support.pyxrt_standin import install
+from tests.support.several import SEQUENCES, build_several
+from tests.support.several import TOKENS as COUNT
 
 BUCKETS = (64, 128)
 
@@ -517,6 +523,127 @@ def test_device_does_not_come_back(risky: Setup, monkeypatch: pytest.MonkeyPatch
     assert broken and (broken.rung, broken.cause) == (faults.WATCHDOG, "not recovered"), broken
 
 
+# Several tokens, and several sequences
+
+
+@pytest.fixture(scope="session")
+def together(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    """What the stand-in takes for a model with programs of several tokens and of several sequences; without probes."""
+    directory = build_several(artifacts)
+    given = {"model": str(artifacts.with_name("models") / "several"), "artifacts": str(artifacts), "weights": "int4"}
+    given |= {"target": "npu2-sim", "npu.tokens": str(COUNT), "npu.sequences": str(SEQUENCES)}
+    given |= of_command_line(FEW_PROGRAMS)
+    described, config = Build(parse_options(given)), read_config(directory / CONFIG)
+    assert described.directory == directory
+    manifest = Manifest.open(test_xrt.as_npu2(directory, tmp_path_factory.mktemp("together") / "npu2"))
+    of = config, described.whole_grouping, described.buckets, described.policy, described.positions
+    return Setup(manifest, manifest, config, programs(*of), described.bfp16, threads=2)
+
+
+@pytest.fixture(scope="session")
+def expected() -> dict[Any, Any]:
+    """What the references compute, once for all tests."""
+    return {}
+
+
+@pytest.fixture
+def model_alone(together: Setup, expected: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Setup:
+    expect = model_rungs.expect
+
+    def kept(*given: Any) -> Any:
+        return expected.get("") or expected.setdefault("", expect(*given))
+
+    monkeypatch.setattr(model_rungs, "expect", kept)
+    monkeypatch.setattr(ladder._Ladder, "rungs", ladder._Ladder.model_rungs)
+    return together
+
+
+FIRST = {"token": f"tokens_first.{COUNT}.128", "sequence": f"sequences_{SEQUENCES}_first.{SEQUENCES}.128"}
+LAST = {"token": f"tokens_last.{COUNT}", "sequence": f"tokens_last.{SEQUENCES}"}
+
+
+LAYER = f"tokens_layer.{COUNT}.128"
+
+
+def entry_of(program: str) -> str:
+    """The name of its function, which its sizes share."""
+    return program.partition(".")[0]
+
+
+def test_rungs_of_several_hold(model_alone: Setup) -> None:
+    install()
+    found = run_ladder(model_alone)
+    assert found.failed is None, found.failed.detail
+    for which, count in (("token", COUNT), ("sequence", SEQUENCES)):
+        whats = [rung.what for rung in found.rungs if rung.rung == faults.SEVERAL[which]]
+        programs_of = [FIRST[which], FIRST[which].replace("first", "layer"), LAST[which]]
+        assert whats == [*programs_of, f"{count} {which}s of several"]
+        assert found.observed[f"{count}_{which}s_ms"] > 0
+
+
+def caches_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two sequences see each other's keys."""
+    run = SimProgram.run
+
+    def changed(self: SimProgram, addresses: Sequence[int], **named: Any) -> None:
+        given = [*addresses]
+        if self.name == entry_of(FIRST["sequence"]):
+            given[5], given[9] = given[9], given[5]
+        run(self, given, **named)
+
+    monkeypatch.setattr(SimProgram, "run", changed)
+
+
+def places_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs are right, and get the sequences in other places than their caches are in."""
+    places = TurnSteps._places
+    monkeypatch.setattr(TurnSteps, "_fill", lambda self, runs, at: None)
+    monkeypatch.setattr(TurnSteps, "_places", lambda self, runs: places(self, runs)[::-1])
+
+
+def rows_change_places(values: np.ndarray) -> None:
+    """Of what comes last: the first two."""
+    rows = values.reshape(COUNT, -1)
+    rows[:2] = rows[:2][::-1]
+
+
+def a_head_is_missing(values: np.ndarray) -> None:
+    """In the last token's row."""
+    values.reshape(COUNT, -1)[-1, -64:] = 0
+
+
+WRONG_TOGETHER: dict[str, tuple[Inject, str, str, str, str]] = {
+    "another sequence's cache": (
+        caches_change_places,
+        *("sequence", FIRST["sequence"], "wrong", "attended of sequence 1: "),
+    ),
+    "other places": (places_change, "sequence", f"{SEQUENCES} sequences of several", "wrong", "sequence 1: "),
+    "a neighbour's row": (
+        lambda m: corrupted(m, entry_of(FIRST["token"]), rows_change_places),
+        *("token", FIRST["token"], "wrong", "attended of token 1: "),
+    ),
+    "a head": (
+        lambda m: corrupted(m, entry_of(LAYER), a_head_is_missing),
+        *("token", LAYER, "wrong", f"attended of token {COUNT}: "),
+    ),
+    "other bits": (
+        lambda m: corrupted(m, entry_of(LAYER), last_bit, DISPATCHES + 1),
+        *("token", f"{COUNT} tokens of several", "other bits", "token 1: "),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TOGETHER)
+def test_a_fault_of_several_breaks_its_rung(name: str, model_alone: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject, which, what, cause, detail = WRONG_TOGETHER[name]
+    install()
+    inject(monkeypatch)
+    broken = run_ladder(model_alone).failed
+    assert broken and (broken.rung, broken.what, broken.cause) == (faults.SEVERAL[which], what, cause), broken
+    assert broken.detail.startswith(detail)
+    assert FAULTS[broken.rung, cause].meaning == broken.meaning
+
+
 # Levels of optimisation
 
 
@@ -620,8 +747,35 @@ def _own_key_is_another(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _a_group_is_read_twice(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     x = values["x"].copy()
-    x[32:64] = x[:32]
+    x[..., 32:64] = x[..., :32]
     return values | {"x": x}
+
+
+def _a_row_is_its_neighbour_s(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of several tokens, or sequences."""
+    return values | {"x": np.roll(values["x"], 1, axis=0)}
+
+
+def _own_key_is_the_neighbour_s(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    x = values["x"].copy()
+    x[1, 256:384] = x[2, 256:384]
+    return values | {"x": x}
+
+
+def _a_key_of_another_sequence(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    kv = values["kv"].copy()
+    kv[3] = kv[200]
+    return values | {"kv": kv}
+
+
+def _norms_change_places(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    if "qk_norm" in values:
+        return values | {"qk_norm": np.roll(values["qk_norm"], 64)}
+    return values | {"q_norm": values["k_norm"], "k_norm": values["q_norm"]}
+
+
+SEVERAL = [f"{stored}{of}" for of in ("batched_", "sequence_") for stored in ("", "int8_rows_")]
+SEVERAL += ["batched_norm_", "sequence_norm_"]
 
 
 @pytest.mark.parametrize(
@@ -630,6 +784,12 @@ def _a_group_is_read_twice(values: dict[str, np.ndarray]) -> dict[str, np.ndarra
         *((name, _a_group_is_read_twice) for name in ("int4_gemv", "int8_gemv", "int6_gemv_f32", "rate_int4_gemv")),
         *(("int4_swiglu", _gate_for_up), ("int4_feed_forward", _a_share_is_left_out)),
         *((f"token_attention_{where}", _own_key_is_another) for where in ("first", "middle", "last")),
+        *((f"int4_batched_{each}", _a_row_is_its_neighbour_s) for each in ("gemv", "feed_forward")),
+        *(("int4_batched_gemv", _a_group_is_read_twice), ("int4_batched_feed_forward", _a_share_is_left_out)),
+        *((f"{each}token_attention", _a_row_is_its_neighbour_s) for each in SEVERAL),
+        *((f"{each}token_attention", _own_key_is_the_neighbour_s) for each in SEVERAL if "batched" in each),
+        *((f"{each}token_attention", _a_key_of_another_sequence) for each in SEVERAL if "sequence" in each),
+        *((f"{each}_norm_token_attention", _norms_change_places) for each in ("batched", "sequence")),
     ],
 )
 def test_bounds_show_a_fault(name: str, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
@@ -639,6 +799,14 @@ def test_bounds_show_a_fault(name: str, change: Callable[[dict[str, np.ndarray]]
     off = probe.bound(values, want)
     assert not judge([want], want, off).cause
     assert judge([probe.expected(change(values))], want, off).cause == "wrong"
+
+
+def test_inputs_have_the_sizes_of_arguments() -> None:
+    """Also those that are stored as their kernel takes them."""
+    for probe in ladder.tile_functions():
+        slots = {slot["name"]: slot for slot in build_module(probe.program, {}).described_slots()}
+        for name, given in ladder.packed(probe, [*slots.values()], probe.values()).items():
+            assert given.nbytes == nbytes(slots[name]["dtype"], slots[name]["shape"]), (probe.name, name)
 
 
 def test_judging_needs_no_more_than_the_bound() -> None:

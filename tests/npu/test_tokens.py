@@ -18,6 +18,8 @@ from ml_dtypes import bfloat16
 from llama_npu2 import Llama, load
 from llama_npu2.artifact.plan import TOKENS
 from llama_npu2.artifact.validation import check_manifest
+from llama_npu2.cli import bench
+from llama_npu2.cli import profile as cli_profile
 from llama_npu2.engine.completion import Completion
 from llama_npu2.engine.serving import Serving
 from llama_npu2.errors import UserError
@@ -333,6 +335,30 @@ def test_sequences_at_once_are_what_each_is_alone(directory: Path) -> None:
             found = asyncio.run(together(engine))
             assert engine.counts.joined
     assert [(each.tokens, each.logprobs) for each in found] == [(each.tokens, each.logprobs) for each in alone]
+
+
+@pytest.mark.parametrize(("count", "joined"), [(4, 4), (2, None)])
+def test_joined_steps_are_measured(
+    directory: Path, count: int, joined: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps of four sequences are. Two of this model take less time one after the other, by the estimate."""
+    monkeypatch.setattr(bench, "GENERATED", 5)
+    monkeypatch.setattr(cli_profile, "GENERATED", 5)
+    with closing(load(directory, 2)) as llm:
+        found = list(bench.Bench(llm, 1).decode_streams(count))
+        (step,) = cli_profile.profile(llm, "a", True, 5, 1, [count])["phases"][2:]
+        said = cli_profile.described({"machine": bench.machine(llm), "phases": [step], "peaks": {}})
+    rate, share, *each = found
+    assert rate.test == f"tg5 x {count}" and rate.share and 0 < rate.share < 1
+    assert (share.test, share.values) == (f"joined x {count}", [100 if joined else 0])
+    assert [(more.test, more.values) for more in each] == ([(f"in joined x {count}", [joined])] if joined else [])
+    assert step["name"] == f"step of {count} sequences" and step["rows"] == (joined or 1)
+    steps = 5 if joined else 5 * count
+    assert (step["steps"], step["joined"], step["joined_tokens"]) == (steps, *((5, 20) if joined else (0, 0)))
+    parts = {part["name"]: part["calls"] for part in step["parts"]}
+    assert parts["copy from places"] == (joined or 1)
+    assert (f"sequences@{SEQUENCES}@128" in parts) == bool(joined) != ("decode@128" in parts)
+    assert ("5 of 5 steps were joined, 4.0 sequences each" if joined else "none of 10 steps was joined") in said
 
 
 BAD = {

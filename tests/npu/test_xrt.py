@@ -789,7 +789,12 @@ def test_tokens_of_sequences_at_once_are_the_simulators(artifacts: Path, tmp_pat
         with llm.engine(speculate=False) as engine:
             replies = asyncio.run(together(engine))
             assert engine.counts.joined and llm.device.counts.submissions == engine.counts.steps
+        (step,) = profile(llm, PROMPT, True, 3, 1, [len(texts)])["phases"][2:]
     assert [(reply.tokens, reply.logprobs) for reply in replies] == [(each.tokens, each.logprobs) for each in alone]
+    assert (step["joined"], step["joined_tokens"]) == (3, 3 * len(texts))
+    assert step["alone"].keys() == step["calls"].keys()
+    waits = {part["name"]: part for part in step["parts"] if part["kind"] == "wait"}
+    assert sum(part["calls"] for part in waits.values()) == 1, "a submission for all"
 
 
 def test_the_first_logits_of_several_tokens_are_the_simulators(artifacts: Path, tmp_path: Path) -> None:

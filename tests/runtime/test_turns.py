@@ -154,7 +154,8 @@ def schedule(seed: int, drafts: bool = False, places: int = 1) -> Counts:
         expected = alone(*each).rows[: len(reply.rows)]
         assert np.array_equal(reply.rows, expected), f"sequence {number} of {seed}"
         assert number in cancelled or (reply.finished and reply.errors == [None])
-    assert bool(device.together) == bool(work.cache.counts.joined)
+    counts = work.cache.counts
+    assert counts.joined == device.together and 2 * counts.joined <= counts.joined_tokens <= places * counts.joined
     return work.cache.counts
 
 

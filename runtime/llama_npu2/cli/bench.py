@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,7 +28,9 @@ from llama_npu2.artifact.manifest import Manifest, Weight
 from llama_npu2.artifact.plan import BLOCK_POSITIONS, PREFILL
 from llama_npu2.cli.peak import PRINT_PEAK
 from llama_npu2.cli.table import Table
+from llama_npu2.cli.turns import steps_of
 from llama_npu2.devices.cpu import CpuDevice
+from llama_npu2.engine.batch.sequence import Counts
 from llama_npu2.engine.chunks import decode_phase
 from llama_npu2.engine.llama import Llama, load
 from llama_npu2.engine.memory import memory_of_blocks
@@ -47,6 +49,10 @@ LEGEND = (
     "limit: the share reached of what the machine allows, measured next to each test: of the bf16 peak (pp) or of the\n"
     "read bandwidth (tg). Above 100 %, data came from a cache. For several sequences (tg x): of the bandwidth, or of\n"
     "the rate of our prompts' products. For peak memory: its size relative to the weights'."
+)
+TURNS_LEGEND = (
+    "Here sequences take turns (tg x): limit is the share of the rate of the programs alone, without copies of K and\n"
+    "V between sequences and the host's own work. joined: steps that make a token of each of several sequences at once."
 )
 SETTLE = 0.1
 """Seconds of rest after an engine ran: its threads that still spin would take cores from the next measurement."""
@@ -108,7 +114,7 @@ def table(peers: Sequence[str]) -> Table:
 
     It ends with a column for each of `peers`: its rate, how many times that we reach, and its share of the limit.
     """
-    ours = [("test", 18), (">median", 10), (">mean ± deviation", 21), ("unit", 8), (">limit", 6)]
+    ours = [("test", 18), (">median", 10), (">mean ± deviation", 21), ("unit", 10), (">limit", 6)]
     return Table([*ours, *((f">{name}", 21) for name in peers)], markdown=True)
 
 
@@ -148,6 +154,14 @@ class Engine(Protocol):
 OpenPeers = Callable[[Llama], contextlib.AbstractContextManager[Sequence[Engine]]]
 
 
+class Taken(NamedTuple):
+    """What sequences took that take turns."""
+
+    counts: Counts
+    limit: float
+    """Tokens per second of the programs alone."""
+
+
 class Ours:
     """The runtime as an `Engine`."""
 
@@ -158,6 +172,8 @@ class Ours:
     def __init__(self, llm: Llama) -> None:
         self._llm = llm
         self.token_bytes = sum(_token_bytes(llm).values())
+        self.turns: list[Taken] = []
+        """What each `decode_streams` took, where sequences take turns."""
 
     def prefill(self, ids: Sequence[int]) -> float:
         self._llm.reset()
@@ -176,8 +192,15 @@ class Ours:
             self._llm.decode(token)
 
     def decode_streams(self, streams: Sequence[Sequence[int]]) -> float:
+        if not self._llm.holds_many:
+            return _timed(lambda: self._decode_in_turns(streams))
         self._llm.reset()  # its context is lost by the first step
         return _timed(lambda: self._decode_streams(streams))
+
+    def _decode_in_turns(self, streams: Sequence[Sequence[int]]) -> None:
+        before = self._llm.turns.processing
+        *_, counts = steps_of(self._llm, streams)
+        self.turns.append(Taken(counts, sum(map(len, streams)) / (self._llm.turns.processing - before)))
 
     def _decode_streams(self, streams: Sequence[Sequence[int]]) -> None:
         steps, blocks = self._llm.steps, blocks_of(len(streams[0]))
@@ -230,7 +253,8 @@ def run_bench(
                     print(lines.row(*result.cells(names)), flush=True)
         notes = {peer.name: peer.note for peer in bench.peers if peer.note}
         if not as_json:
-            print("\n".join(["", LEGEND, *(f"{name}: {note}." for name, note in notes.items())]), flush=True)
+            turns = [] if llm.holds_many or not running.streams else [TURNS_LEGEND]
+            print("\n".join(["", LEGEND, *turns, *(f"{name}: {note}." for name, note in notes.items())]), flush=True)
         else:
             encoded = [_encoded(result) for result in results]
             print(json.dumps({"machine": machine(llm), "results": encoded, "notes": notes}))
@@ -243,7 +267,7 @@ def opened(directory: str, running: Running) -> Iterator[Llama]:
     blocks = max(most * blocks_of(GENERATED), blocks_of(manifest.model["max_seq"]))
     kv_memory = memory_of_blocks(manifest, blocks) if most else 0
     with contextlib.closing(Llama(manifest, running.threads, running.second_copy, kv_memory)) as llm:
-        if most and most > llm.steps.rows:
+        if llm.holds_many and most > llm.steps.rows:
             raise OptionError("streams", most, f"a step of {manifest.directory} has {llm.steps.rows} rows at most")
         yield llm
 
@@ -295,7 +319,8 @@ class Bench:
         self.limited = isinstance(llm.device, CpuDevice)
         self.generator = np.random.default_rng(0)
         self.config = llm.manifest.model
-        self.engines: Sequence[Engine] = (Ours(llm), *peers)
+        self.ours = Ours(llm)
+        self.engines: Sequence[Engine] = (self.ours, *peers)
         self.weights = [llm.buffer(name) for name in _token_bytes(llm)]
 
     def results(self, streams: Sequence[int] = ()) -> Iterator[Result]:
@@ -312,7 +337,7 @@ class Bench:
         for depth in (depth for depth in DEPTHS if depth + GENERATED < self.llm.context_length):
             yield self.decode(depth)
         for count in streams:
-            yield self.decode_streams(count)
+            yield from self.decode_streams(count)
         if self.limited:
             yield self.host_overhead()
 
@@ -370,14 +395,15 @@ class Bench:
             GENERATED,
         )
 
-    def decode_streams(self, count: int) -> Result:
+    def decode_streams(self, count: int) -> Iterator[Result]:
         """Measure tokens per second of `count` sequences together, a token of each at a time.
 
         The limit is what reading weights once for all of them allows, or multiplying for each at the rate of our
-        prompts, whichever is less.
+        prompts, whichever is less. Where sequences take turns, it is what programs take alone; then follow the share
+        of steps that are joined, and how many sequences take part in one of those.
         """
         flop = 2 * sum(weight.values * share for weight, share in _token_weights(self.llm).values())
-        return self._compare(
+        result = self._compare(
             f"tg{GENERATED} x {count}",
             lambda: np.array([self.read_bandwidth(), self.prompt_products()]),
             lambda engine: np.array([engine.token_bytes / count, flop]),
@@ -385,6 +411,15 @@ class Bench:
             GENERATED * count,
             [engine for engine in self.engines if engine.takes_streams],
         )
+        taken = self.ours.turns[-self.repeats :]
+        if taken:
+            result.limits = [each.limit for each in taken]
+        yield result
+        if taken and min(count, self.llm.turns.recipe.chunks.most_sequences) > 1:
+            counts = [each.counts for each in taken]
+            yield Result(f"joined x {count}", "% of steps", [100 * each.joined / each.steps for each in counts])
+            if all(each.joined for each in counts):
+                yield Result(f"in joined x {count}", "sequences", [each.joined_tokens / each.joined for each in counts])
 
     def _compare(
         self,

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 from llama_npu2.artifact.plan import Phase
 from llama_npu2.cli.bench import GENERATED, PEAK_ITERATIONS, Bench, blocks_of, machine, opened, token_each
 from llama_npu2.cli.table import fitted
+from llama_npu2.cli.turns import steps_of
 from llama_npu2.devices.spans import Span, nested
+from llama_npu2.engine.batch.sequence import Counts
 from llama_npu2.engine.llama import Llama
 from llama_npu2.options import Running, Sampling
 
@@ -53,7 +55,9 @@ def profile(
     - `machine`: as `bench.machine` returns it. `peaks`: of the CPU, the mean of before and after: `read` in bytes,
       `bf16` in operations per second; empty for the NPU.
     - `phases`: `prompt`, `token`, and a `step of N sequences` for each N of `streams`: a token of each, with logits for
-      all. Each has `rows` and `position` of the first one, the number of `calls` of each
+      all. Where sequences take turns, these are steps with tokens of several of the N at once, or with a token of one
+      of them where there are none, and the phase has `steps`, how many of them were `joined`, and the `joined_tokens`
+      of those. Each has `rows` and `position` of the first one, the number of `calls` of each
       program, `seconds` of each one, and of the middle half the `mean` seconds and `parts`. A part has `kind` and
       `name` of its spans, `program`, `layer` and number of a `launch`, and per prompt or token the number of `calls`,
       `seconds` that no other part has, nanoseconds `waited` and `busy`, `bytes`, `operations`, `runs`. On the NPU a
@@ -75,6 +79,10 @@ def profile(
         return _phase(name, windows, calls) | {key: value for key, value in more.items() if value}
 
     def step(count: int) -> dict[str, Any]:
+        if not llm.holds_many:
+            windows, counts = _in_turns(llm, count, min(tokens, GENERATED))
+            joined = {"steps": counts.steps, "joined": counts.joined, "joined_tokens": counts.joined_tokens}
+            return phase(f"step of {count} sequences", windows) | joined
         windows = _stepped(llm, count, min(tokens, GENERATED))
         programs = Counter(span.name for span in windows[-1].spans if span.kind == "program")
         return _phase(f"step of {count} sequences", windows, programs)
@@ -161,6 +169,22 @@ def _stepped(llm: Llama, count: int, steps: int) -> list[Window]:
             recorder.note(Span("phase", "step", edges[-1], time.perf_counter_ns(), 0, about))
         edges.append(time.perf_counter_ns())
     return _windows(recorder.spans(), edges)
+
+
+def _in_turns(llm: Llama, count: int, steps: int) -> tuple[list[Window], Counts]:
+    """Return the windows of steps of `count` sequences that take turns, and the counts of all steps.
+
+    They are those of joined steps, of the other steps where there are none; all run the program of the last one.
+    """
+    with llm.profile() as recorder:
+        edges, counts = [time.perf_counter_ns()], [Counts()]
+        for now in steps_of(llm, [list(range(steps))] * count):
+            edges.append(time.perf_counter_ns())
+            counts.append(now)
+    windows = _windows(recorder.spans(), edges)
+    joined = [window for window, (old, new) in zip(windows, pairwise(counts), strict=True) if new.joined > old.joined]
+    chosen = joined or windows
+    return [window for window in chosen if window.phase.name == chosen[-1].phase.name], counts[-1]
 
 
 def _windows(spans: Iterable[Span], edges: Sequence[int]) -> list[Window]:
@@ -316,11 +340,21 @@ def described(result: Mapping[str, Any]) -> str:
     lines = [f"{about['model']}; {about['device']}; {about['cpu']}"]
     for phase in result["phases"]:
         sample = f"{len(phase['seconds'])} x {phase['rows']} rows from position {phase['position']} on"
+        if "joined" in phase:
+            sample += f"; {_joined(phase)}"
         lines += ["", f"{phase['name']}: {1e3 * phase['mean']:.3f} ms ({sample})", ""]
         lines.append(fitted(COLUMNS, (cells(row, phase["mean"], result["peaks"]) for row in summed(phase["parts"]))))
     if result["peaks"]:
         lines += ["", LEGEND]
     return "\n".join(lines)
+
+
+def _joined(phase: Mapping[str, Any]) -> str:
+    """Say how many steps had tokens of several sequences, where sequences take turns."""
+    if not phase["joined"]:
+        return f"none of {phase['steps']} steps was joined, sequences took turns"
+    each = phase["joined_tokens"] / phase["joined"]
+    return f"{phase['joined']} of {phase['steps']} steps were joined, {each:.1f} sequences each"
 
 
 LEGEND = (

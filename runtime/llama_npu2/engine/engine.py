@@ -145,7 +145,7 @@ class Engine:
             self._run_at(phase, tokens, position)
             return self._row_logits_of_tokens if phase.kind == SEQUENCES else self._logits[None]
 
-        return TurnSteps(self.manifest, self.memory, self._blocks, self._chunks, process)
+        return TurnSteps(self.manifest, self.memory, self._blocks, self._chunks, process, timed=self._timed)
 
     @cached_property
     def unaliased(self) -> tuple[Memory, dict[Phase, list[Call]]]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import BLOCK_POSITIONS, SEQUENCES, TOKENS, Phase, Positions
+from llama_npu2.devices.spans import Timer
 from llama_npu2.engine.chunks import Chunks, Recipe
 from llama_npu2.engine.memory import CacheRows, Memory
 from llama_npu2.engine.step import Run
@@ -54,6 +55,7 @@ class TurnSteps:
         chunks: Chunks,
         process: Callable[[Phase, Sequence[int], Positions], np.ndarray],
         clock: Callable[[], float] = time.perf_counter,
+        timed: Timer | None = None,
     ) -> None:
         """Start with a device whose cache holds nothing.
 
@@ -65,10 +67,12 @@ class TurnSteps:
             process: runs a phase for tokens from a position on, or each at its own; returns f32 logits `[n, vocab]`
                 after the last one, or after each of several tokens, valid until the next call.
             clock: returns seconds; how long copies and tokens take decides how long a turn is.
+            timed: records copies of blocks.
         """
         self.blocks, self.recipe = blocks, Recipe(chunks)
         self.rows = max(phase.rows or 1 for phase in chunks.milliseconds)
         self._process, self._vocabulary, self._clock = process, manifest.model["vocab"], clock
+        self._timed = timed or Timer()
         self._caches = [(memory.buffer(name), rows) for name, rows in CacheRows.of(manifest).items()]
         each = sum(rows.block for _, rows in self._caches)
         self._held = np.empty((blocks, each), np.uint8)
@@ -78,6 +82,8 @@ class TurnSteps:
         self._copying = self._token = 0.0
         self.hidden = np.empty((0, 0))
         """Nothing: the last norm is inside of a program."""
+        self.processing = 0.0
+        """Seconds that programs took so far, without copies of blocks."""
 
     @property
     def turn(self) -> int:
@@ -117,11 +123,8 @@ class TurnSteps:
     def _run(self, run: Run) -> np.ndarray:
         assert run.phase
         self._fill([run], [0])
-        started = self._clock()
-        logits = self._process(run.phase, run.tokens, run.position)
-        if len(run.tokens) == 1:
-            self._note_token(started)
-        self._store(run, 0)
+        logits = self._processed(run.phase, run.tokens, run.position, token=len(run.tokens) == 1)
+        self._timed("host", "copy from places", self._store, run, 0)
         return logits[len(logits) - run.logits :].copy()
 
     def _run_together(self, phase: Phase, runs: Sequence[Run]) -> np.ndarray:
@@ -138,11 +141,9 @@ class TurnSteps:
             positions[place] = len(self._loaded[place]) * BLOCK_POSITIONS
             if positions[place] >= phase.context:
                 positions[place], self._loaded[place] = 0, []
-        started = self._clock()
-        logits = self._process(phase, tokens, positions)
-        self._note_token(started)
+        logits = self._processed(phase, tokens, positions, token=True)
         for run, place in zip(runs, places, strict=True):
-            self._store(run, place)
+            self._timed("host", "copy from places", self._store, run, place)
         return logits[places].copy()
 
     def _places(self, runs: Sequence[Run]) -> list[int]:
@@ -161,13 +162,20 @@ class TurnSteps:
                 places[number] = place
         return [places[number] for number in range(len(runs))]
 
-    def _note_token(self, started: float) -> None:
-        self._token += (_NEWEST if self._token else 1) * (self._clock() - started - self._token)
+    def _processed(self, phase: Phase, tokens: Sequence[int], position: Positions, token: bool) -> np.ndarray:
+        """Run a phase, and note how long it took; `token`: as the time of a token of a sequence."""
+        started = self._clock()
+        logits = self._process(phase, tokens, position)
+        took = self._clock() - started
+        self.processing += took
+        if token:
+            self._token += (_NEWEST if self._token else 1) * (took - self._token)
+        return logits
 
     def _fill(self, runs: Sequence[Run], places: Sequence[int]) -> None:
         """Fill places of the device's caches up to the runs' positions, as far as they hold anything else."""
         started = self._clock()
-        copied = [self._load(run, place) for run, place in zip(runs, places, strict=True)]
+        copied = [self._timed("host", "copy to places", self._load, *each) for each in zip(runs, places, strict=True)]
         if any(copied):
             self._copying += _NEWEST * (self._clock() - started - self._copying)
 

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llama_npu2 import Llama, UserError, load
+from llama_npu2.artifact import plan
 from llama_npu2.artifact.plan import PREFILL
 from llama_npu2.artifact.storage import File
 from llama_npu2.engine.chunks import Chunk
@@ -31,6 +32,7 @@ from stages.targets.cpu import modules, objects, programs
 
 PROMPT = 48
 """Tokens of the text that is run if no prompt is given."""
+_OF_SEVERAL = (plan.TOKENS, plan.SEQUENCES)
 TOKENS = 20
 """Tokens generated after a prompt: enough for the mean error of one row a token (`launches.GROUPS`)."""
 
@@ -48,6 +50,7 @@ def diagnose(build: Build, llm: Llama) -> Report:
     order = {op: number for number, op in enumerate(recorder.samples)}
     judged = Judge(recorder, weights).findings()
     findings = list(tqdm(judged, desc="launches", total=len(order), disable=None, leave=False))
+    not_run = [phase for phase in llm.manifest.plans if phase not in {op.phase for op in order}]
     report = Report(
         model=llm.manifest.model["name"],
         runs=llm.description,
@@ -55,7 +58,8 @@ def diagnose(build: Build, llm: Llama) -> Report:
         layers=layers,
         without_layers=without_layers,
         findings=sorted(findings, key=lambda finding: order[finding.op]),
-        not_run=[str(phase) for phase in llm.manifest.plans if phase not in {op.phase for op in order}],
+        not_run=[str(phase) for phase in not_run if phase.kind not in _OF_SEVERAL],
+        of_several=[str(phase) for phase in not_run if phase.kind in _OF_SEVERAL],
     )
     if report.wrong and report.wrong[0].op.fused:
         return replace(report, inside=inside(build, report.wrong[0].op, ids, len(text) - len(ids)))

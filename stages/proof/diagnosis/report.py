@@ -111,6 +111,8 @@ class Report:
     """All launches, in the order in which they first ran."""
     not_run: list[str]
     """Phases that no prompt reached."""
+    of_several: list[str] = field(default_factory=list)
+    """Phases of several tokens or sequences, whose launches are not compared."""
     inside: list[Finding] = field(default_factory=list)
     """If the first wrong launch computes several in one: those of its call, one by one."""
 
@@ -118,6 +120,16 @@ class Report:
     def wrong(self) -> list[Finding]:
         """Launches that are wrong, in the order in which they first ran."""
         return [finding for finding in self.findings if finding.wrong]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The phases of which no launch was compared, in sentences without full stops."""
+        phases, several = (", ".join(names) for names in (self.not_run, self.of_several))
+        tried = "doit selftest with the same npu.tokens= and npu.sequences= tries these phases"
+        return [
+            *([f"no prompt reached {phases}: full=1 runs all"] if phases else []),
+            *([f"several tokens or sequences at once are not looked at ({several}): {tried}"] if several else []),
+        ]
 
     @property
     def drift(self) -> Layer | None:
@@ -160,6 +172,7 @@ class Report:
             "first_launch": first,
             "unfused": [_launch(finding) for finding in self.inside],
             "not_run": self.not_run,
+            "of_several": self.of_several,
             "without_layers": self.without_layers or None,
             "layers": [asdict(layer) | {"drifts": layer.drifts, "times": layer.times} for layer in self.layers],
             "launches": launches,

@@ -29,6 +29,9 @@ SWITCH, TIMES, HEAP, PROGRAM = "context switch", "times", "heap", "program"
 LAYER, PROMPT, TOKEN, WATCHDOG = "layer", "prompt", "token", "watchdog"
 """Rungs."""
 
+SEVERAL = {"token": "tokens at once", "sequence": "sequences at once"}
+"""Rungs of programs that take several rows, by what a row is of."""
+
 _ANY = "any"
 """Stands for rungs without an entry of their own."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.plan import Phase
 from llama_npu2.devices import Device
 from llama_npu2.devices.xrt.bindings import FAILURES, first_line
 from llama_npu2.devices.xrt.limits import CHAIN
@@ -24,7 +25,7 @@ from stages.model.config import Config
 from stages.model.grouping import Program
 from stages.proof.selftest import faults, measure, raw
 from stages.proof.selftest.faults import Failure, fault
-from stages.proof.selftest.model import Model
+from stages.proof.selftest.model import SEVERAL, Model
 from stages.proof.selftest.probes import WATCHDOG, Probe, probes, tile_functions
 from stages.proof.selftest.relink import Relink, other_level
 from stages.proof.selftest.trial import DISPATCHES, Verdict, dispatch, judge
@@ -172,13 +173,16 @@ def _with_firmware(run: Callable[[], str]) -> Callable[[], str]:
 
 
 def packed(probe: Probe, slots: Sequence[Mapping[str, Any]], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a probe's inputs in the layouts that its program takes. Weights in groups are stored as such already."""
+    """Return a probe's inputs in the layouts that its program takes.
+
+    Weights in groups, and caches in 8 bits, are stored as such already.
+    """
     (part,) = probe.program.parts
     names = {slot.name: slot.format for slot in probe.program.slots}
     made = {}
     for name in (slot["name"] for slot in slots if slot["name"] in values):
         form, layout = formats()[names[name]], part.layout_of(name, KERNEL_SET)
-        made[name] = (form.arrange if form.cut else form.pack)(values[name], layout)
+        made[name] = (form.arrange if form.cut or form.row_elements else form.pack)(values[name], layout)
     return made
 
 
@@ -384,14 +388,28 @@ class _Ladder:
             yield faults.PROGRAM, f"weights and programs of {name}", load
             (model,) = models
             for program in model.programs():
-                yield faults.PROGRAM, program, functools.partial(self.model_program, model, program)
+                tried = functools.partial(model.try_program, program)
+                yield faults.PROGRAM, program, functools.partial(self.model_program, program, tried)
             yield faults.LAYER, f"the first layer of {name}", lambda: _right(model.try_layer())
             yield faults.PROMPT, f"a prompt of {name}", functools.partial(self.timed, "prompt_ms", model.try_prompt)
             yield faults.TOKEN, f"tokens of {name}", functools.partial(self.timed, "token_ms", model.try_tokens)
+            for phase in model.expected.several:
+                yield from self.several_rungs(model, phase)
 
-    def model_program(self, model: Model, name: str) -> str:
+    def several_rungs(self, model: Model, phase: Phase) -> Iterator[tuple[str, str, Callable[[], str | None]]]:
+        """Yield the rungs of a phase that takes several tokens, or a token of each of several sequences."""
+        which = SEVERAL[phase.kind]
+        rung = faults.SEVERAL[which]
+        for program in model.programs_of(phase):
+            tried = functools.partial(model.try_program_of, phase, program)
+            yield rung, program, functools.partial(self.model_program, program, tried)
+        what = f"{phase.rows} {which}s of {self.setup.model.model['name']}"
+        run = functools.partial(model.try_several, phase)
+        yield rung, what, functools.partial(self.timed, f"{phase.rows}_{which}s_ms", run)
+
+    def model_program(self, name: str, run: Callable[[], tuple[Verdict, float]]) -> str:
         """Check a program of the model, and time it."""
-        verdict, seconds = model.try_program(name)
+        verdict, seconds = run()
         programs = self.outcome.observed.setdefault("programs", {})
         estimated = self.setup.model.programs[name].get("milliseconds")
         programs[name] = {"ms": 1e3 * seconds, "estimated_ms": estimated}

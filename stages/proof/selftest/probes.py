@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import KV_FORMATS, Arg, Kernel, flash_attention, format_kernel, kernels, kv_rows, rms_norm
+from stages.kernels import (
+    KV_FORMATS,
+    Arg,
+    Kernel,
+    flash_attention,
+    format_kernel,
+    kernels,
+    kv_rows,
+    rms_norm,
+    token_attention,
+)
+from stages.kernels.tokens import ACTIVATIONS, PREFIX
 from stages.model.config import position_rows
 from stages.model.grouping import Program
 from stages.model.part import Launch, Part, PartKey, Slot
@@ -61,7 +72,9 @@ def _program(name: str, kernel: Kernel, shapes: Shapes, scalars: Mapping[str, An
     # Rows are tiled as a bucket's are.
     bucket = scalars.get("rows", scalars.get("seq"))
     bucket = bucket if bucket and bucket > 1 else None
-    return Program(name, name, (part,), slots, ({slot.name: slot.name for slot in slots},), host=False, bucket=bucket)
+    several = kernel.operation.startswith(PREFIX)
+    wiring = ({slot.name: slot.name for slot in slots},)
+    return Program(name, name, (part,), slots, wiring, host=False, bucket=bucket, several=several)
 
 
 def _seeded(name: str, shape: tuple[int, ...]) -> np.random.Generator:
@@ -364,6 +377,44 @@ def _grouped() -> Iterator[Probe]:
         {"cols": 512, "ffn": 512, **scalars},
     )
     yield from map(_exact_norm, (swiglu_probe, network))
+    yield from _grouped_rows(product, feed_forward, scalars)
+
+
+TOGETHER = 4
+"""Tokens of the probes of several."""
+
+
+def _grouped_rows(product: Bound, feed_forward: Bound, scalars: Mapping[str, Any]) -> Iterator[Probe]:
+    """Yield the probes of several tokens' products with weights in groups."""
+    outs, cols, rows = 1024, 512, {"rows": TOGETHER}
+    shapes = {"weight": (outs, cols), "x": (TOGETHER, cols), "out": (TOGETHER, outs)}
+    name = f"int4_{PREFIX}gemv"
+    about = f"weight in int4 times {TOGETHER} rows"
+    yield _kernel_probe(name, about, name, shapes, _by_row(product), {"out_cols": outs, "cols": cols, **rows})
+    network = _kernel_probe(
+        f"int4_{PREFIX}feed_forward",
+        f"feed-forward network in int4 of {TOGETHER} rows",
+        f"int4_{PREFIX}feed_forward",
+        {
+            **{"gate_up": (1024, cols), "down": (cols, cols), "norm": (cols,)},
+            **dict.fromkeys(("x", "out"), (TOGETHER, cols)),
+        },
+        _by_row(feed_forward),
+        {"cols": cols, "ffn": 512, **rows, **scalars},
+    )
+    yield _exact_norm(network)
+
+
+def _by_row(bound: Bound) -> Bound:
+    """Return the bound of each row of several tokens, by that of a token."""
+
+    def off(inputs: Values, want: Values) -> Values:
+        given = {name: inputs[name] for name in inputs if name in ACTIVATIONS}
+        rows = ({name: values[row] for name, values in given.items()} for row in range(len(want["out"])))
+        pairs = zip(rows, want["out"], strict=True)
+        return {"out": np.stack([bound(inputs | row, {"out": wanted})["out"] for row, wanted in pairs])}
+
+    return off
 
 
 def _gated_off(x: np.ndarray, norm: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -393,50 +444,118 @@ _TOKEN = {"window": 256, "heads": 4, "kv_heads": 2, "head_dim": 64}
 
 
 def _token_attention() -> Iterator[Probe]:
-    """Yield a token's attention with its own position in the first, a middle and the last tile of keys."""
+    """Yield a token's attention with its own position in the first, a middle and the last tile of keys.
+
+    Then that of several tokens, on either side of a tile's beginning, and that of one of several sequences.
+    """
     for stored in KV_FORMATS.values():
         for where, position in (("first", 5), ("middle", START), ("last", _TOKEN["window"] - 1)):
             about = f"a token's attention, itself in the {where} tile"
             name = format_kernel(f"token_attention_{where}", stored)
             yield _token_probe(name, about + ", in 8 bits" * kv_rows.in_numbers(stored), position, stored)
+    of_several = {
+        PREFIX: (f"attention of {TOGETHER} tokens, each of which sees those before it", START + 26),
+        token_attention.OF_SEQUENCE: (f"attention of one of {TOGETHER} sequences", 5),
+    }
+    for prefix, stored, norm in (
+        *((prefix, "bf16", norm) for prefix in of_several for norm in (False, True)),
+        *((prefix, _NUMBERS, False) for prefix in of_several),
+    ):
+        more = ", after the norm of each head" * norm + ", in 8 bits" * kv_rows.in_numbers(stored)
+        said, position = of_several[prefix]
+        name = format_kernel(f"{prefix}{'norm_' * norm}token_attention", stored)
+        yield _token_probe(name, said + more, position, stored, prefix, norm)
 
 
-def _token_probe(name: str, about: str, position: int, stored: str) -> Probe:
+_OWN_SEQUENCE = 2
+"""The number of the sequence, of `TOGETHER`, whose attention is tried."""
+
+
+def _token_probe(name: str, about: str, position: int, stored: str, prefix: str = "", norm: bool = False) -> Probe:
+    """Return the probe of a token's attention.
+
+    Args:
+        position: that of the first token.
+        prefix: of the kernel's name, where it takes a row of each of several tokens or sequences.
+        norm: whether heads of Q and K are normed before.
+    """
     heads, kv_heads, dim = _TOKEN["heads"], _TOKEN["kv_heads"], _TOKEN["head_dim"]
     width, kv_width = heads * dim, kv_heads * dim
     row_elements, in_numbers = kv_heads * kv_rows.head_elements(dim, stored), kv_rows.in_numbers(stored)
-    kernel = kernels()[format_kernel("token_attention", stored)]
-    shapes = {"x": (width + 2 * kv_width,), "table": (1, dim + POSITION // 2), "kv": (_TOKEN["window"], row_elements)}
-    results = {"out": (width,), "row": (row_elements,)}
+    tokens, of_sequence = TOGETHER if prefix == PREFIX else 1, prefix == token_attention.OF_SEQUENCE
+    operation = f"{prefix}{'norm_' * norm}token_attention"
+    kernel = kernels()[format_kernel(operation, stored)]
+    which = {"sequences": TOGETHER, "sequence": _OWN_SEQUENCE} if of_sequence else {"rows": tokens} if prefix else {}
+    several, together = ((TOGETHER,) if prefix else ()), ((tokens,) if tokens > 1 else ())
+    weights = [arg.name for arg in kernel.args if arg.name.endswith("_norm")]
+    norms = {"eps": resident.EPS, "offset": 0.0, "once": 0} if norm else {}
+    shapes = {"x": (*several, width + 2 * kv_width), "table": (tokens, dim + POSITION // 2)}
+    shapes |= {"kv": (_TOKEN["window"], row_elements), "out": (*several, width), "row": (*together, row_elements)}
+    shapes |= {weight: (2 * dim if len(weights) == 1 else dim,) for weight in weights}
+    own = slice(_OWN_SEQUENCE, _OWN_SEQUENCE + 1) if of_sequence else slice(None)
 
     def values() -> Values:
         made = {"x": _normal(name, kernel.arg("x"), shapes["x"]), "kv": _cache(name, kernel.arg("kv"), shapes["kv"])}
-        return made | {"table": _table(name, kernel.arg("table"), shapes["table"], position)}
+        made |= {"table": _table(name, kernel.arg("table"), shapes["table"], position)}
+        return made | _exact_heads(made["x"], weights, dim, width + kv_width) if norm else made
 
     def attended(inputs: Values, x: np.ndarray, k: np.ndarray, v: np.ndarray) -> Values:
-        tables = np.repeat(inputs["table"], position + 1, axis=0)
-        out, row = kernel.reference(x[None], tables, position, k, v, heads, kv_heads)
-        return {"out": out, "row": row.reshape(-1)}
+        tables = np.repeat(inputs["table"][:1], position, axis=0)
+        tables = np.concatenate([tables, inputs["table"]])
+        given = [x if prefix else x[None], tables, *(inputs[weight] for weight in weights)]
+        scalars = {"pos": position, "k": k, "v": v, "heads": heads, "kv_heads": kv_heads, **norms}
+        scalars |= which if of_sequence else {}
+        out, row = kernel.reference(*given, **scalars)
+        return {"out": out.reshape(-1, width), "row": row.reshape(shapes["row"])}
 
     def expected(inputs: Values) -> Values:
-        return attended(inputs, inputs["x"], *_keys_and_values(inputs["kv"], _TOKEN, stored))
+        found = attended(inputs, inputs["x"], *_keys_and_values(inputs["kv"], _TOKEN, stored))
+        out = np.full(shapes["out"], np.nan, bfloat16)
+        out.reshape(-1, width)[own] = found["out"]
+        return found | {"out": out}
 
     def bound(inputs: Values, want: Values) -> Values:
-        queries, own, v_row = np.split(inputs["x"], [width, width + kv_width])
+        x = inputs["x"].reshape(-1, width + 2 * kv_width)
+        v_row = np.s_[..., width + kv_width :]
+        positive = inputs["x"].copy()
+        positive[v_row] = np.abs(positive[v_row])
         k, v = _keys_and_values(inputs["kv"], _TOKEN, stored)
-        spread = attended(inputs, np.concatenate([queries, own, np.abs(v_row)]), k, np.abs(v))["out"]
-        keys = np.concatenate([k[:position], own[None]])
+        off = np.zeros(want["out"].shape)
+        spread = attended(inputs, positive, k, np.abs(v))["out"]
+        if norm:
+            halves = np.concatenate([inputs[weight] for weight in weights])
+            q_norm, k_norm = np.split(halves, 2)
+            normed = (token_attention.normed_heads(row, heads, q_norm, k_norm, resident.EPS, 0.0, 0) for row in x)
+            x = np.stack([*normed])
+        queries, own_keys, _ = np.split(x[own], [width, width + kv_width], axis=1)
+        keys = np.concatenate([k[:position], own_keys])
+        rows = want["row"].reshape(tokens, -1)
         if in_numbers:
-            row = _key_numbers(inputs, {"out": want["row"]})["out"]
-            row.reshape(kv_heads, 2, -1)[:, 1] = 0
+            row = _key_numbers(inputs, {"out": rows})["out"]
+            row.reshape(tokens * kv_heads, 2, -1)[:, 1] = 0
         else:
-            rotated = _halves(0, dim, lambda _, key: bounds.rotation(own[None], kv_heads, key))
-            row = rotated(inputs, {"out": want["row"][None]})["out"][0]
+            rotated = _halves(0, dim, lambda _, key: bounds.rotation(own_keys, kv_heads, key))
+            row = rotated(inputs, {"out": rows})["out"]
         # Rotations round queries and the token's own key.
-        return {"out": bounds.attention(queries, keys, dim, spread, want["out"], score=2.0**-8), "row": row}
+        wanted = want["out"].reshape(-1, width)[own]
+        off.reshape(-1, width)[own] = bounds.attention(queries, keys, dim, spread, wanted, score=2.0**-8)
+        return {"out": off, "row": row.reshape(want["row"].shape)}
 
-    program = _program(name, kernel, shapes | results, {**_TOKEN, "pos": position})
+    program = _program(name, kernel, shapes, {**_TOKEN, "pos": position, **which, **norms})
     return Probe(name, about, program, values, expected, bound)
+
+
+def _exact_heads(x: np.ndarray, weights: Sequence[str], dim: int, until: int) -> Values:
+    """Return Q, K and V whose norms are exact, and the weights of these, of which K's are another number than Q's.
+
+    Each head of Q and K, up to column `until`, has one magnitude.
+    """
+    rows = x.copy()
+    heads = rows[..., :until].reshape(*x.shape[:-1], -1, dim)
+    sizes = 2.0 ** (np.arange(heads.shape[-2]) % 3)
+    rows[..., :until] = np.copysign(sizes[:, None], heads.astype(np.float32)).reshape(*x.shape[:-1], until)
+    each = dict(zip(("q_norm", "k_norm"), np.repeat([[1], [0.5]], dim, axis=1).astype(bfloat16), strict=True))
+    return {"x": rows} | ({weights[0]: np.concatenate([*each.values()])} if len(weights) == 1 else each)
 
 
 # Launches and streams

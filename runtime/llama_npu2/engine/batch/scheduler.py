@@ -214,6 +214,7 @@ class Scheduler:
         for planned in plan:
             planned.phase = phase
         self.cache.counts.joined += 1
+        self.cache.counts.joined_tokens += len(plan)
         return True
 
     def _replies(self, sequence: Sequence) -> bool:

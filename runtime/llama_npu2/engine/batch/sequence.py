@@ -133,6 +133,8 @@ class Counts:
     """Of them, those that were not chosen."""
     joined: int = 0
     """Steps with tokens of several sequences, where sequences take turns otherwise."""
+    joined_tokens: int = 0
+    """Tokens in such steps, one of each sequence that took part."""
     steps: int = 0
 
 
