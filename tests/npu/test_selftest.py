@@ -559,10 +559,8 @@ def model_alone(together: Setup, expected: dict[Any, Any], monkeypatch: pytest.M
 
 
 FIRST = {"token": f"tokens_first.{COUNT}.128", "sequence": f"sequences_{SEQUENCES}_first.{SEQUENCES}.128"}
-LAST = {"token": f"tokens_last.{COUNT}", "sequence": f"tokens_last.{SEQUENCES}"}
-
-
-LAYER = f"tokens_layer.{COUNT}.128"
+LAYER = {"token": f"wide_tokens_layer.{COUNT}.128", "sequence": f"sequences_{SEQUENCES}_layer.{SEQUENCES}.128"}
+LAST = {"token": f"wide_tokens_last.{COUNT}", "sequence": f"tokens_last.{SEQUENCES}"}
 
 
 def entry_of(program: str) -> str:
@@ -576,7 +574,7 @@ def test_rungs_of_several_hold(model_alone: Setup) -> None:
     assert found.failed is None, found.failed.detail
     for which, count in (("token", COUNT), ("sequence", SEQUENCES)):
         whats = [rung.what for rung in found.rungs if rung.rung == faults.SEVERAL[which]]
-        programs_of = [FIRST[which], FIRST[which].replace("first", "layer"), LAST[which]]
+        programs_of = [each[which] for each in (FIRST, LAYER, LAST)]
         assert whats == [*programs_of, f"{count} {which}s of several"]
         assert found.observed[f"{count}_{which}s_ms"] > 0
 
@@ -588,7 +586,7 @@ def caches_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(self: SimProgram, addresses: Sequence[int], **named: Any) -> None:
         given = [*addresses]
         if self.name == entry_of(FIRST["sequence"]):
-            given[5], given[9] = given[9], given[5]
+            given[5], given[8] = given[8], given[5]
         run(self, given, **named)
 
     monkeypatch.setattr(SimProgram, "run", changed)
@@ -623,11 +621,11 @@ WRONG_TOGETHER: dict[str, tuple[Inject, str, str, str, str]] = {
         *("token", FIRST["token"], "wrong", "attended of token 1: "),
     ),
     "a head": (
-        lambda m: corrupted(m, entry_of(LAYER), a_head_is_missing),
-        *("token", LAYER, "wrong", f"attended of token {COUNT}: "),
+        lambda m: corrupted(m, entry_of(LAYER["token"]), a_head_is_missing),
+        *("token", LAYER["token"], "wrong", f"attended of token {COUNT}: "),
     ),
     "other bits": (
-        lambda m: corrupted(m, entry_of(LAYER), last_bit, DISPATCHES + 1),
+        lambda m: corrupted(m, entry_of(LAYER["token"]), last_bit, DISPATCHES + 1),
         *("token", f"{COUNT} tokens of several", "other bits", "token 1: "),
     ),
 }
@@ -774,8 +772,8 @@ def _norms_change_places(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]
     return values | {"q_norm": values["k_norm"], "k_norm": values["q_norm"]}
 
 
-SEVERAL = [f"{stored}{of}" for of in ("batched_", "sequence_") for stored in ("", "int8_rows_")]
-SEVERAL += ["batched_norm_", "sequence_norm_"]
+SEVERAL = [f"{stored}{of}" for of in ("batched_", "sequences2_") for stored in ("", "int8_rows_")]
+SEVERAL += ["batched_norm_", "sequences2_norm_"]
 
 
 @pytest.mark.parametrize(
@@ -789,7 +787,7 @@ SEVERAL += ["batched_norm_", "sequence_norm_"]
         *((f"{each}token_attention", _a_row_is_its_neighbour_s) for each in SEVERAL),
         *((f"{each}token_attention", _own_key_is_the_neighbour_s) for each in SEVERAL if "batched" in each),
         *((f"{each}token_attention", _a_key_of_another_sequence) for each in SEVERAL if "sequence" in each),
-        *((f"{each}_norm_token_attention", _norms_change_places) for each in ("batched", "sequence")),
+        *((f"{each}_norm_token_attention", _norms_change_places) for each in ("batched", "sequences2")),
     ],
 )
 def test_bounds_show_a_fault(name: str, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:

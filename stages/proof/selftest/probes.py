@@ -22,7 +22,7 @@ from stages.kernels import (
     rms_norm,
     token_attention,
 )
-from stages.kernels.tokens import ACTIVATIONS, PREFIX
+from stages.kernels.tokens import ACTIVATIONS, PREFIX, of_sequence
 from stages.model.config import position_rows
 from stages.model.grouping import Program
 from stages.model.part import Launch, Part, PartKey, Slot
@@ -446,53 +446,90 @@ _TOKEN = {"window": 256, "heads": 4, "kv_heads": 2, "head_dim": 64}
 def _token_attention() -> Iterator[Probe]:
     """Yield a token's attention with its own position in the first, a middle and the last tile of keys.
 
-    Then that of several tokens, on either side of a tile's beginning, and that of one of several sequences.
+    Then that of several tokens, on either side of a tile's beginning, and that of some of several sequences.
     """
     for stored in KV_FORMATS.values():
         for where, position in (("first", 5), ("middle", START), ("last", _TOKEN["window"] - 1)):
             about = f"a token's attention, itself in the {where} tile"
             name = format_kernel(f"token_attention_{where}", stored)
             yield _token_probe(name, about + ", in 8 bits" * kv_rows.in_numbers(stored), position, stored)
-    of_several = {
-        PREFIX: (f"attention of {TOGETHER} tokens, each of which sees those before it", START + 26),
-        token_attention.OF_SEQUENCE: (f"attention of one of {TOGETHER} sequences", 5),
-    }
-    for prefix, stored, norm in (
-        *((prefix, "bf16", norm) for prefix in of_several for norm in (False, True)),
-        *((prefix, _NUMBERS, False) for prefix in of_several),
-    ):
+    for stored, norm in (("bf16", False), ("bf16", True), (_NUMBERS, False)):
         more = ", after the norm of each head" * norm + ", in 8 bits" * kv_rows.in_numbers(stored)
-        said, position = of_several[prefix]
-        name = format_kernel(f"{prefix}{'norm_' * norm}token_attention", stored)
-        yield _token_probe(name, said + more, position, stored, prefix, norm)
+        attention = f"{'norm_' * norm}token_attention"
+        about = f"attention of {TOGETHER} tokens, each of which sees those before it{more}"
+        yield _token_probe(format_kernel(f"{PREFIX}{attention}", stored), about, START + 26, stored, TOGETHER, norm)
+        yield _sequences_probe(f"attention of {_OF_LAUNCH} of {TOGETHER} sequences{more}", stored, attention, norm)
 
 
-_OWN_SEQUENCE = 2
-"""The number of the sequence, of `TOGETHER`, whose attention is tried."""
+_OF_LAUNCH, _FIRST = 2, 1
+"""Sequences of the launch that is tried, of `TOGETHER`, and the number of the first."""
 
 
-def _token_probe(name: str, about: str, position: int, stored: str, prefix: str = "", norm: bool = False) -> Probe:
-    """Return the probe of a token's attention.
+def _sequences_probe(about: str, stored: str, attention: str, norm: bool) -> Probe:
+    """Return the probe of attention of some of several sequences, each of which is what its token is alone."""
+    operation = f"{token_attention.of_sequences(_OF_LAUNCH)}{attention}"
+    kernel = kernels()[name := format_kernel(operation, stored)]
+    alone = [
+        _token_probe(f"{name} {position}", about, position, stored, norm=norm)
+        for position in (5, _TOKEN["window"] - 30)[:_OF_LAUNCH]
+    ]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for slot in alone[0].program.slots:
+        each = range(_OF_LAUNCH) if slot.name in token_attention.OF_EACH else range(1)
+        rows = (TOGETHER,) if slot.name in ACTIVATIONS else ()
+        shapes |= {of_sequence(slot.name, number): (*rows, *map(int, slot.shape)) for number in each}
+
+    def of_one(all_of: Values, number: int) -> Values:
+        own = {name: all_of[of_sequence(name, number)] for name in token_attention.OF_EACH if name in all_of}
+        rows = {name: all_of[name][_FIRST + number] for name in ACTIVATIONS if name in all_of}
+        return all_of | own | rows
+
+    def of_all(each: Sequence[Values], others: float) -> Values:
+        made = dict(each[0])
+        for name, first in each[0].items():
+            if name in ACTIVATIONS:
+                made[name] = np.full((TOGETHER, *first.shape), others, first.dtype)
+            for number, values in enumerate(each):
+                if name in ACTIVATIONS:
+                    made[name][_FIRST + number] = values[name]
+                elif name in token_attention.OF_EACH:
+                    made[of_sequence(name, number)] = values[name]
+        return made
+
+    def values() -> Values:
+        return of_all([probe.values() for probe in alone], others=1)
+
+    def expected(inputs: Values) -> Values:
+        return of_all([probe.expected(of_one(inputs, at)) for at, probe in enumerate(alone)], others=np.nan)
+
+    def bound(inputs: Values, want: Values) -> Values:
+        pairs = ((probe, of_one(inputs, at), of_one(want, at)) for at, probe in enumerate(alone))
+        return of_all([probe.bound(own, wanted) for probe, own, wanted in pairs], others=0)
+
+    which = {"sequences": TOGETHER, "sequence": _FIRST}
+    norms = {"eps": resident.EPS, "offset": 0.0, "once": 0} if norm else {}
+    program = _program(name, kernel, shapes, {**_TOKEN, "pos": 0, **which, **norms})
+    return Probe(name, about, program, values, expected, bound)
+
+
+def _token_probe(name: str, about: str, position: int, stored: str, tokens: int = 1, norm: bool = False) -> Probe:
+    """Return the probe of attention of one token or of several.
 
     Args:
         position: that of the first token.
-        prefix: of the kernel's name, where it takes a row of each of several tokens or sequences.
         norm: whether heads of Q and K are normed before.
     """
     heads, kv_heads, dim = _TOKEN["heads"], _TOKEN["kv_heads"], _TOKEN["head_dim"]
     width, kv_width = heads * dim, kv_heads * dim
     row_elements, in_numbers = kv_heads * kv_rows.head_elements(dim, stored), kv_rows.in_numbers(stored)
-    tokens, of_sequence = TOGETHER if prefix == PREFIX else 1, prefix == token_attention.OF_SEQUENCE
-    operation = f"{prefix}{'norm_' * norm}token_attention"
+    several, which = ((tokens,), {"rows": tokens}) if tokens > 1 else ((), {})
+    operation = f"{PREFIX if several else ''}{'norm_' * norm}token_attention"
     kernel = kernels()[format_kernel(operation, stored)]
-    which = {"sequences": TOGETHER, "sequence": _OWN_SEQUENCE} if of_sequence else {"rows": tokens} if prefix else {}
-    several, together = ((TOGETHER,) if prefix else ()), ((tokens,) if tokens > 1 else ())
     weights = [arg.name for arg in kernel.args if arg.name.endswith("_norm")]
     norms = {"eps": resident.EPS, "offset": 0.0, "once": 0} if norm else {}
     shapes = {"x": (*several, width + 2 * kv_width), "table": (tokens, dim + POSITION // 2)}
-    shapes |= {"kv": (_TOKEN["window"], row_elements), "out": (*several, width), "row": (*together, row_elements)}
+    shapes |= {"kv": (_TOKEN["window"], row_elements), "out": (*several, width), "row": (*several, row_elements)}
     shapes |= {weight: (2 * dim if len(weights) == 1 else dim,) for weight in weights}
-    own = slice(_OWN_SEQUENCE, _OWN_SEQUENCE + 1) if of_sequence else slice(None)
 
     def values() -> Values:
         made = {"x": _normal(name, kernel.arg("x"), shapes["x"]), "kv": _cache(name, kernel.arg("kv"), shapes["kv"])}
@@ -502,17 +539,13 @@ def _token_probe(name: str, about: str, position: int, stored: str, prefix: str 
     def attended(inputs: Values, x: np.ndarray, k: np.ndarray, v: np.ndarray) -> Values:
         tables = np.repeat(inputs["table"][:1], position, axis=0)
         tables = np.concatenate([tables, inputs["table"]])
-        given = [x if prefix else x[None], tables, *(inputs[weight] for weight in weights)]
+        given = [x if several else x[None], tables, *(inputs[weight] for weight in weights)]
         scalars = {"pos": position, "k": k, "v": v, "heads": heads, "kv_heads": kv_heads, **norms}
-        scalars |= which if of_sequence else {}
         out, row = kernel.reference(*given, **scalars)
-        return {"out": out.reshape(-1, width), "row": row.reshape(shapes["row"])}
+        return {"out": out.reshape(shapes["out"]), "row": row.reshape(shapes["row"])}
 
     def expected(inputs: Values) -> Values:
-        found = attended(inputs, inputs["x"], *_keys_and_values(inputs["kv"], _TOKEN, stored))
-        out = np.full(shapes["out"], np.nan, bfloat16)
-        out.reshape(-1, width)[own] = found["out"]
-        return found | {"out": out}
+        return attended(inputs, inputs["x"], *_keys_and_values(inputs["kv"], _TOKEN, stored))
 
     def bound(inputs: Values, want: Values) -> Values:
         x = inputs["x"].reshape(-1, width + 2 * kv_width)
@@ -520,14 +553,13 @@ def _token_probe(name: str, about: str, position: int, stored: str, prefix: str 
         positive = inputs["x"].copy()
         positive[v_row] = np.abs(positive[v_row])
         k, v = _keys_and_values(inputs["kv"], _TOKEN, stored)
-        off = np.zeros(want["out"].shape)
-        spread = attended(inputs, positive, k, np.abs(v))["out"]
+        spread = attended(inputs, positive, k, np.abs(v))["out"].reshape(-1, width)
         if norm:
             halves = np.concatenate([inputs[weight] for weight in weights])
             q_norm, k_norm = np.split(halves, 2)
             normed = (token_attention.normed_heads(row, heads, q_norm, k_norm, resident.EPS, 0.0, 0) for row in x)
             x = np.stack([*normed])
-        queries, own_keys, _ = np.split(x[own], [width, width + kv_width], axis=1)
+        queries, own_keys, _ = np.split(x, [width, width + kv_width], axis=1)
         keys = np.concatenate([k[:position], own_keys])
         rows = want["row"].reshape(tokens, -1)
         if in_numbers:
@@ -537,9 +569,8 @@ def _token_probe(name: str, about: str, position: int, stored: str, prefix: str 
             rotated = _halves(0, dim, lambda _, key: bounds.rotation(own_keys, kv_heads, key))
             row = rotated(inputs, {"out": rows})["out"]
         # Rotations round queries and the token's own key.
-        wanted = want["out"].reshape(-1, width)[own]
-        off.reshape(-1, width)[own] = bounds.attention(queries, keys, dim, spread, wanted, score=2.0**-8)
-        return {"out": off, "row": row.reshape(want["row"].shape)}
+        off = bounds.attention(queries, keys, dim, spread, want["out"].reshape(-1, width), score=2.0**-8)
+        return {"out": off.reshape(want["out"].shape), "row": row.reshape(want["row"].shape)}
 
     program = _program(name, kernel, shapes, {**_TOKEN, "pos": position, **which, **norms})
     return Probe(name, about, program, values, expected, bound)
