@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from doit.exceptions import TaskFailed
@@ -17,22 +18,37 @@ from stages.model.families import read_config
 from stages.model.grouping import programs
 from stages.proof.selftest import report
 from stages.proof.selftest.graph import Probes
-from stages.proof.selftest.ladder import Rung, Setup, run_ladder
+from stages.proof.selftest.ladder import Outcome, Rung, Setup, run_ladder
 from stages.proof.selftest.relink import relink
+
+HEADING = (
+    "Each line is a check: its result, the rung of the ladder, what is tried, and what was seen. The first that is\n"
+    "broken ends it, and says what that means. An error is how far a number is from the one that numpy computes.\n"
+)
 
 
 def run(probes: Probes) -> TaskFailed | None:
     """Run the ladder, and fail if a rung breaks. Raises UserError."""
     if not probes.suit:
         raise UserError(f"selftest: target {probes.target.name} runs no programs on the NPU: add target=npu2")
-    outcome = run_ladder(_setup(probes), _say)
+    outcome = climb(_setup(probes))
     content = report.report(outcome, [asdict(row) for row in doctor.report()], _about(probes))
     path = report.write(probes.directory, content)
-    where = probes.directory_as_given / path.name
-    same = where.with_suffix(".txt").name
-    print(f"\n{report.summary(outcome.rungs)}\n\nThe report: {where} (the same as text: {same})", flush=True)
+    print(f"\n{end(outcome, probes.directory_as_given / path.name)}", flush=True)
     failed = outcome.failed
     return TaskFailed(f"selftest broke at {failed.rung}: {failed.what}", report=False) if failed else None
+
+
+def climb(setup: Setup) -> Outcome:
+    """Run the ladder, and print each rung when it ends."""
+    print(HEADING, flush=True)
+    return run_ladder(setup, _say)
+
+
+def end(outcome: Outcome, path: Path) -> str:
+    """Return what is said at the end; `path`: of the report."""
+    same = path.with_suffix(".txt").name
+    return f"{report.summary(outcome.rungs)}\n\nThe report: {path} (the same as text: {same})"
 
 
 def _setup(probes: Probes) -> Setup:

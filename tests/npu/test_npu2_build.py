@@ -30,6 +30,7 @@ from stages.targets.npu2.levels import VARIABLE, level_of
 from stages.targets.npu2.modules import build_module
 from stages.targets.npu2.programs import kernel_name
 from tests.conftest import ROOT, build, doit, ran
+from tests.npu.printed import missing
 from tests.support.npu_shapes import DEMO, device_program, device_programs
 from tests.support.npu_tools import install, script
 from tests.support.objects import PEANO_OBJECT
@@ -706,6 +707,15 @@ def test_doctor_on_a_machine_with_everything(laptop: Path) -> None:
     assert by_name["NPU firmware"].version == "1.1.2.64"
     assert by_name["pyxrt"].version.endswith("(with run lists)")
     assert set(doctor.conclusions(rows).values()) == {"yes"}
+
+
+def test_the_tutorial_quotes_doctor(
+    laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = doctor.report(laptop)
+    monkeypatch.setattr(doctor, "report", lambda: rows)
+    doctor.doctor()
+    assert missing("doctor", capsys.readouterr().out.replace(str(laptop), "").splitlines()) == []
 
 
 DRIVERS: dict[str, tuple[str, str, str, dict[str, str]]] = {

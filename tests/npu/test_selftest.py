@@ -26,6 +26,7 @@ from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices.sim import SimProgram
 from llama_npu2.devices.xrt import session
 from llama_npu2.engine.turns import TurnSteps
+from stages.commands import selftest as command
 from stages.engine.places import CONFIG
 from stages.estimate.constants import Machine, constants
 from stages.graph import Build
@@ -48,6 +49,7 @@ from stages.targets.npu2.toolchain import Npu
 from stages.weights.formats import formats
 from tests.conftest import A_LLAMA, ROOT, build, doit, of_command_line, ran, unfinished
 from tests.npu import test_npu2_build, test_xrt
+from tests.npu.printed import missing, quoted
 from tests.support import pyxrt_standin
 from tests.support.npu_shapes import FEW as FEW_PROGRAMS
 from tests.support.pyxrt_standin import install
@@ -370,7 +372,7 @@ BREAKS: dict[str, tuple[dict[str, Any], Inject | None, str, str, str]] = {
         lambda m: corrupted(m, "add", garbage),
         faults.TILE,
         "wrong",
-        r"out: \d+ of 16384 values, at \d+ ",
+        r"out: \d+ of 16384 values, the worst is number \d+: ",
     ),
     "zeros": ({}, lambda m: corrupted(m, "silu_and_mul", zeros), faults.TILE, "zeros", "all 49152 values are zero"),
     "never computed": ({}, lambda m: corrupted(m, "add", no_numbers), faults.TILE, "no numbers", "2341 of 16384"),
@@ -692,6 +694,33 @@ def test_a_probe_is_linked_at_another_level(
         assert f"-O{3 - int(level)}".encode() not in made
         assert (facts["kernel"], facts["resets"]) == ("main", 2)
     forget_tools()
+
+
+# What the tutorial quotes
+
+
+def test_the_tutorial_quotes_a_climb(short: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    install()
+    found = command.climb(short)
+    print(command.end(found, Path("artifacts/selftest/npu2/report.json")))
+    assert missing("ladder", capsys.readouterr().out.splitlines()) == []
+
+
+def test_the_tutorial_quotes_a_ladder_that_stops(
+    short: Setup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install()
+    corrupted(monkeypatch, "silu_and_mul", garbage, 1, DISPATCHES)
+    found = command.climb(replace(short, relink=copied(short)))
+    print(command.end(found, Path("artifacts/selftest/npu2/report.json")))
+    assert missing("ladder that stops", capsys.readouterr().out.splitlines()) == []
+
+
+def test_what_is_not_printed_is_missing() -> None:
+    ladder_lines = [line for line in quoted()["ladder"] if line != "..."]
+    assert missing("ladder", ladder_lines) == []
+    assert missing("ladder", ladder_lines[:-1]) == ladder_lines[-1:]
+    assert missing("ladder", [ladder_lines[1], ladder_lines[0], *ladder_lines[2:]]) == ladder_lines[1:2]
 
 
 # The table

@@ -63,6 +63,7 @@ from stages.reports.estimated import host_traffic
 from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
 from tests.conftest import ROOT, build, change_manifest, of_command_line
+from tests.npu.printed import missing
 from tests.support import pyxrt_standin
 from tests.support.faults import ON_ARRAY
 from tests.support.npu_shapes import FEW
@@ -989,6 +990,17 @@ def test_command_line(npu2: Path, tmp_path: Path) -> None:
     run = _command(npu2, tmp_path, {"runlist": True})
     assert (run.returncode, run.stdout.partition(".")[0]) == (0, " Paris")
     assert "npu2, host programs on cpu" in run.stderr
+    assert missing("run", [*run.stdout.splitlines(), *run.stderr.splitlines()]) == []
+
+
+def test_the_tutorial_quotes_bench(
+    npu2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install()
+    for name, value in {"PROMPTS": (128,), "DEPTHS": (0,), "cold_start": lambda *_: ()}.items():
+        monkeypatch.setattr(bench, name, value)
+    bench.run_bench(str(npu2), Running(threads=2, repeats=1), as_json=False)
+    assert missing("bench", capsys.readouterr().out.splitlines()) == []
 
 
 def test_host_library_that_does_not_load(npu2: Path, tmp_path: Path) -> None:

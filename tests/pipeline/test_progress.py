@@ -18,6 +18,7 @@ import pytest
 from stages.engine.durations import Durations
 from stages.engine.lock import ProcessLock
 from tests.conftest import ROOT
+from tests.npu.printed import missing
 
 DODO = """
 import sys, time
@@ -149,6 +150,7 @@ def test_elsewhere_a_line_per_step_if_asked_for(build: Path) -> None:
     steps = ("first", "second", "third")
     said = [line for step in steps for line in (step, f"{step} printed", f"{step} warned")]
     assert run.stderr.splitlines() == said and re.fullmatch(f"{COMPLETE}\n", run.stdout)
+    assert missing("compile", [run.stdout.strip().replace("model/cpu", "demo/npu2")]) == []
     again = subprocess.run(command, cwd=build, capture_output=True, text=True, check=True)
     assert again.stdout.startswith("artifacts/model/cpu is up to date: 0 steps run, 3 current, ")
 

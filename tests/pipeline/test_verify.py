@@ -23,6 +23,7 @@ from stages.proof.comparison.continuations import SHIPPED, TOKENS, Prompt, read_
 from stages.proof.comparison.verification import Verification
 from stages.reports import verify_report
 from stages.sharing.provenance import VERIFIED
+from tests.npu.printed import missing
 from tests.support.browser import Look
 
 needs_transformers = pytest.mark.skipif(
@@ -94,11 +95,21 @@ def test_a_token_is_what_it_adds_to_the_text(demo: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def verified(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Verification:
+def said() -> list[str]:
+    """What `verified` printed."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def verified(demo: Path, said: list[str], tmp_path_factory: pytest.TempPathFactory) -> Verification:
     """All that ships, on a part of the text."""
     text = tmp_path_factory.mktemp("verify") / "text"
     text.write_text(divergence.TEXT.read_text()[:3000])
-    return verification.verify(demo, DEMO, verify.shipped(full=True), full=True, text=text)
+
+    def say(*lines: object) -> None:
+        said.extend(line for each in lines for line in str(each).splitlines())
+
+    return verification.verify(demo, DEMO, verify.shipped(full=True), full=True, text=text, say=say)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +133,13 @@ def test_the_demo_is_right(verified: Verification, demo: Path) -> None:
     assert kinds == ["quality", "rounding", "exactness", *["comparison"] * len(read_prompts(SHIPPED))]
     assert {len(comparison.pieces) for comparison in verified.comparisons} == {TOKENS}
     assert "".join(verified.comparisons[0].pieces).startswith(" Paris")
+
+
+@needs_transformers
+@pytest.mark.verify
+def test_the_tutorial_quotes_verify(verified: Verification, said: list[str]) -> None:
+    del verified
+    assert missing("verify", said) == []
 
 
 @needs_transformers

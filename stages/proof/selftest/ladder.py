@@ -194,20 +194,20 @@ class _Ladder:
     def rungs(self) -> Generator[tuple[str, str, Callable[[], str | None]], None, None]:
         """Yield each rung, what of it is tried, and how."""
         if self.on_xrt:
-            yield faults.DEVICE, "bindings and device", self.device
-            yield faults.CONTEXT, "an ELF in a hardware context", _with_firmware(self.context)
-            yield faults.KERNEL, measure.BASE, _with_firmware(self.first_kernel)
+            yield faults.DEVICE, "the NPU, through XRT's Python bindings", self.device
+            yield faults.CONTEXT, "a program's file (ELF) in a context of the NPU", _with_firmware(self.context)
+            yield faults.KERNEL, f"{measure.BASE}, the smallest program", _with_firmware(self.first_kernel)
         for probe in tile_functions():
             yield faults.TILE, f"{probe.name}: {probe.about}", functools.partial(self.tile_function, probe)
         if self.on_xrt:
-            yield faults.LISTS, f"{LISTED} runs in a list", self.run_list
-            yield faults.SWITCH, "two programs, one context and two", self.switch
+            yield faults.LISTS, f"{LISTED} runs of a program that are submitted as one list", self.run_list
+            yield faults.SWITCH, "two programs in turn", self.switch
             for name in measure.TIMED:
                 yield faults.TIMES, f"{name}: {probes()[name].about}", functools.partial(self.time, name)
-            yield faults.HEAP, "runs that the driver takes", self.heap
+            yield faults.HEAP, "how many runs the driver's memory for instructions holds", self.heap
         yield from self.model_rungs()
         if self.on_xrt:
-            yield faults.WATCHDOG, "commands of a second and of three", self.watchdog
+            yield faults.WATCHDOG, "commands of a second and of three, with risky=1 alone", self.watchdog
 
     # The bindings
 
@@ -222,7 +222,7 @@ class _Ladder:
         with raw.Xrt() as xrt:
             program = self.program(measure.BASE)
             xrt.kernel(xrt.context(self.setup.probes.directory / program["file"]), program)
-            return "takes the ELF, and has its kernel"
+            return "is taken, and has its kernel"
 
     def first_kernel(self) -> str:
         """Run the smallest program."""

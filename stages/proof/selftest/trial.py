@@ -128,7 +128,7 @@ def _elements(got: np.ndarray, want: np.ndarray, off: np.ndarray) -> Verdict:
         return Verdict("", f"largest error {error.max():.3g}")
     worst = int(np.flatnonzero(meant)[np.argmax(np.where(np.isnan(error), np.inf, error - allowed))])
     share = f"{int(bad.sum())} of {bad.size} values"
-    return Verdict("wrong", f"{share}, at {worst} {got[worst]:.6g} for {want[worst]:.6g}")
+    return Verdict("wrong", f"{share}, the worst is number {worst}: {got[worst]:.6g}, expected {want[worst]:.6g}")
 
 
 def in_the_norm(got: np.ndarray, want: np.ndarray, bound: float) -> Verdict:
