@@ -414,7 +414,7 @@ def estimated(count: int) -> Chunks:
     config, policy, longest = parse_config(PRESETS["llama-3.2-1b"], "a preset"), parse_policy("int4"), 4096
     times: dict[Phase, float] = {PREFILL._replace(rows=512): 500.0}
     for window in context_buckets(longest):
-        of = Estimate(config, "fused", (), Machine(), policy, window - count, longest, counts=(count,)).times()
+        of = Estimate(config, "fused", (512,), Machine(), policy, window - count, longest, counts=(count,)).times()
         times |= {
             DECODE._replace(context=window): of[TOKEN],
             Phase(TOKENS, count, window): of[f"{count} tokens at once"],
