@@ -58,8 +58,8 @@ if (compiler := host_compiler()) and "-Werror" not in compiler:
     os.environ["CXX"] = shlex.join([*compiler, "-Werror"])
     host_compiler.cache_clear()
 
-os.environ[LEVEL] = "1"
-"""Tests run a program of the simulator a few times: compiling it at -O3 would take longer than that saves."""
+os.environ[LEVEL] = "0"
+"""Tests run a program of the simulator a few times: to optimise it would take longer than that saves."""
 
 # What the user of this machine trusts is not theirs; parallel workers share it.
 _trust = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.TemporaryDirectory(prefix="llama-npu2-")
