@@ -40,7 +40,12 @@ from tests.support import browser
 if TYPE_CHECKING:
     from tests.support.cpu_kernels_util import Library
 
-pytest_plugins = ["tests.support.left_out", "tests.support.balanced", "tests.support.kept_objects"]
+pytest_plugins = [
+    "tests.support.left_out",
+    "tests.support.balanced",
+    "tests.support.kept_objects",
+    "tests.support.forked",
+]
 
 # Half of the time of a process that a test starts would be compiling what is imported.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -53,8 +58,8 @@ if (compiler := host_compiler()) and "-Werror" not in compiler:
     os.environ["CXX"] = shlex.join([*compiler, "-Werror"])
     host_compiler.cache_clear()
 
-os.environ[LEVEL] = "1"
-"""Tests run a program of the simulator a few times: compiling it at -O3 would take longer than that saves."""
+os.environ[LEVEL] = "0"
+"""Tests run a program of the simulator a few times: to optimise it would take longer than that saves."""
 
 # What the user of this machine trusts is not theirs; parallel workers share it.
 _trust = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.TemporaryDirectory(prefix="llama-npu2-")
@@ -147,9 +152,11 @@ def write_checkpoint(directory: Path, shards: int = 1, dtype: Any = bfloat16, se
 
 def doit(*arguments: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a doit command line as a user would who asks for the names of steps."""
+    from tests.support import forked
+
     command = [sys.executable, "-m", "doit", *map(str, arguments)]
-    env = os.environ | {"LLAMA_NPU2_VERBOSITY": "1"} | (env or {})
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+    env = os.environ | forked.VERBOSE | (env or {})
+    return forked.run(command, cwd=cwd, env=env, timeout=600)
 
 
 def outputs_of_two_runs(script: str) -> set[bytes]:

@@ -59,7 +59,7 @@ class Transfer:
     dst: Side | Fifo
     src: Side | Fifo
 
-    @property
+    @cached_property
     def tiles(self) -> tuple[int, ...]:
         """Columns and rows of the tiles that it is made for; nothing if it is made once."""
         return analysis.tile_grid(self.op)

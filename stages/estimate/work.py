@@ -6,7 +6,7 @@ them and have its limit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from stages.estimate.constants import Machine
@@ -113,13 +113,20 @@ class Time:
         return max(self.by, key=lambda limit: self.by[limit], default="")
 
     def __add__(self, other: Time) -> Time:
-        by = dict(self.by)
-        for limit, seconds in other.by.items():
-            by[limit] = by.get(limit, 0.0) + seconds
-        return Time({limit: seconds for limit, seconds in by.items() if seconds > 0})
+        return summed((self, other))
 
     def __mul__(self, times: float) -> Time:
         return Time({limit: seconds * times for limit, seconds in self.by.items()})
+
+
+def summed(times: Iterable[Time]) -> Time:
+    """Return the time of what follows one another."""
+    by: dict[str, float] = {}
+    for time in times:
+        for limit, seconds in time.by.items():
+            if seconds > 0:
+                by[limit] = by.get(limit, 0.0) + seconds
+    return Time(by)
 
 
 def spend(work: Work, machine: Machine) -> Time:
@@ -132,4 +139,4 @@ def spend(work: Work, machine: Machine) -> Time:
         case Overlap():
             return max((spend(part, machine) for part in work.parts), key=lambda time: time.seconds, default=Time())
         case Serial():
-            return sum((spend(part, machine) for part in work.parts), Time())
+            return summed(spend(part, machine) for part in work.parts)

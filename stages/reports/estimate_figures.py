@@ -16,7 +16,7 @@ from stages import air
 from stages.estimate.constants import Machine, constants
 from stages.estimate.price import Priced
 from stages.estimate.ranges import Range
-from stages.estimate.work import Time
+from stages.estimate.work import Time, summed
 from stages.proof.selftest.measure import RATES_OF_TABLE
 from stages.reports.estimated import Estimate, Moment, Turns, total
 from stages.targets.npu2.modules import Module
@@ -54,7 +54,7 @@ def figures(
 def _phase(moments: list[Moment]) -> dict[str, Any]:
     """Describe a phase by its moments, which follow one another."""
     described = [{"side": m.side, "program": m.program, "what": m.what, **_time(m.time)} for m in moments]
-    return {**_time(sum((moment.time for moment in moments), Time())), "moments": described}
+    return {**_time(summed(moment.time for moment in moments)), "moments": described}
 
 
 def _range(found: Range) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from stages.estimate.constants import Machine
 from stages.estimate.phases import commands, host_work
 from stages.estimate.price import Priced, price
 from stages.estimate.ranges import Range, ranges
-from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, Work, spend
+from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, Work, spend, summed
 from stages.kernels import kv_rows
 from stages.model.config import Config
 from stages.model.grouping import (
@@ -198,7 +198,7 @@ class Estimate:
 
     def time(self, sizes: Sizes) -> Time:
         """Return the time of a phase, host and submissions included."""
-        return sum((moment.time for moment in self.moments(sizes)), Time())
+        return summed(moment.time for moment in self.moments(sizes))
 
     @cached_property
     def ranges(self) -> dict[str, Range]:
@@ -207,7 +207,7 @@ class Estimate:
 
     def token(self, depth: int | None = None) -> Time:
         """Return the time of a token after `depth` positions, host and submissions included."""
-        return sum((moment.time for moment in self.moments(depth=depth)), Time())
+        return summed(moment.time for moment in self.moments(depth=depth))
 
     def prompt(self, bucket: int, window: int = 0) -> Time:
         """Return the time of a prompt that fills a bucket; with `window`, of the last rows of a longer prompt."""
@@ -341,7 +341,7 @@ def _remaining(host: Moment, running: Iterable[Moment]) -> Moment:
 
 def total(rows: Iterable[Priced]) -> Time:
     """Return the time of one call of a program, without its submission."""
-    return sum((row.time for row in rows), Time())
+    return summed(row.time for row in rows)
 
 
 def _host_bytes(placed: Placed, dims: dict[str, float]) -> int:

@@ -64,7 +64,7 @@ from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
 from tests.conftest import ROOT, build, change_manifest, of_command_line
 from tests.npu.printed import missing
-from tests.support import pyxrt_standin
+from tests.support import forked, pyxrt_standin
 from tests.support.faults import ON_ARRAY
 from tests.support.npu_shapes import FEW
 from tests.support.pyxrt_standin import IN_FLIGHT, NEWEST, Facts, declared, install, release
@@ -983,7 +983,7 @@ def _command(npu2: Path, tmp_path: Path, switches: dict[str, Any]) -> subprocess
     paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path)}
     environment = os.environ | paths | {"PYXRT_STANDIN": json.dumps(switches)}
     command = [sys.executable, "-m", "runtime", "--raw", "--max-tokens=4", str(npu2), PROMPT]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return forked.run(command, cwd=ROOT, env=environment, timeout=120)
 
 
 def test_command_line(npu2: Path, tmp_path: Path) -> None:

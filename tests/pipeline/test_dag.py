@@ -20,6 +20,7 @@ from stages.engine.digests import Digests
 from stages.targets.cpu.instruction_sets import objects_of
 from stages.targets.cpu.toolchain import need_host_compiler
 from tests.conftest import doit, ran, snapshot, write_checkpoint
+from tests.support import forked
 
 COMPILE = ("compile", "model=model")
 BUILT = Path("artifacts/model/cpu")
@@ -302,9 +303,7 @@ def test_copied_artifacts_are_up_to_date_elsewhere(built: Path, tmp_path: Path) 
     shutil.rmtree(other / "model")
     assert ran(doit(*COMPILE, cwd=other, env=without_compiler(tmp_path))) == set()
     command = [sys.executable, "-m", "runtime", str(BUILT), "hello", "--max-tokens", "3"]
-    run = subprocess.run(
-        command, cwd=other, env=os.environ | without_compiler(tmp_path), capture_output=True, text=True
-    )
+    run = forked.run(command, cwd=other, env=os.environ | without_compiler(tmp_path))
     assert run.returncode == 0, run.stderr
     assert "3 tokens" in run.stderr
 
@@ -313,7 +312,7 @@ def test_two_builds_at_once_take_turns(built: Path) -> None:
     once = snapshot(built / BUILT)
     shutil.rmtree(built / BUILT)
     command = [sys.executable, "-m", "doit", *COMPILE]
-    both = [subprocess.Popen(command, cwd=built, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [forked.Popen(command, cwd=built, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [p.communicate(timeout=300)[0] for p in both]
     assert [p.returncode for p in both] == [0, 0], outputs
     assert snapshot(built / BUILT) == once
@@ -325,7 +324,7 @@ def test_two_builds_of_different_kinds_do_not_mix(built: Path) -> None:
     """Same directory, different parameters, at once: the result is that of one or the other, whole."""
     command = [sys.executable, "-m", "doit", "compile", "target=npu2-sim"]
     both = [
-        subprocess.Popen([*command, f"npu.buckets={bucket}"], cwd=built, stdout=subprocess.PIPE, text=True)
+        forked.Popen([*command, f"npu.buckets={bucket}"], cwd=built, stdout=subprocess.PIPE, text=True)
         for bucket in (64, 128)
     ]
     outputs = [p.communicate(timeout=500)[0] for p in both]
@@ -358,7 +357,7 @@ def test_killed_builds_are_finished_by_the_next(kills: int, built: Path) -> None
     remove()
     generator = random.Random(5)
     for _ in range(kills):
-        process = subprocess.Popen(
+        process = forked.Popen(
             [sys.executable, "-m", "doit", *COMPILE],
             cwd=built,
             stdout=subprocess.DEVNULL,

@@ -37,6 +37,7 @@ from llama_npu2.serve.replies import Replies
 from llama_npu2.serve.tokens import Pieces
 from llama_npu2.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
+from tests.support import forked
 from tests.support.serving import HASTY, Server, serving, wait_for
 
 ASK = [{"role": "user", "content": "The capital of France is"}]
@@ -741,9 +742,7 @@ def test_a_missing_package_names_the_extra(demo: Path) -> None:
 def test_options_that_cannot_be_used(demo: Path, tmp_path: Path, options: list[str], message: str) -> None:
     (tmp_path / "EMPTY").touch()
     command = [sys.executable, "-m", "llama_npu2", "serve", str(demo), *options]
-    run = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "runtime")}, capture_output=True, text=True, timeout=60
-    )
+    run = forked.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "runtime")}, timeout=60)
     assert run.returncode == 1 and message in run.stderr and run.stderr.count("\n") == 1, run.stderr
 
 

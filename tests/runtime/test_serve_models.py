@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -28,6 +27,7 @@ from llama_npu2.serve.models import Keeping, Models, distinct_names
 from llama_npu2.serve.replies import Replies
 from llama_npu2.text.replies import Kind
 from tests.conftest import ROOT, change_manifest
+from tests.support import forked
 from tests.support.serving import Server, serving
 
 ASK = [{"role": "user", "content": "The capital of France is"}]
@@ -116,7 +116,7 @@ def test_mistakes_are_found_before_the_server_listens(
 ) -> None:
     directories = [str(demo), *(each.replace("DEMO", str(demo)) for each in others)]
     command = [sys.executable, "-m", "llama_npu2", "serve", *directories, "--port=0", *options]
-    run = subprocess.run(command, cwd=ROOT / "runtime", capture_output=True, text=True, timeout=60)
+    run = forked.run(command, cwd=ROOT / "runtime", timeout=60)
     assert run.returncode == 1 and message in run.stderr and run.stderr.count("\n") == 1, run.stderr
 
 

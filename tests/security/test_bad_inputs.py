@@ -20,6 +20,7 @@ from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.proof.comparison.continuations import read_prompts
 from tests.conftest import ROOT, change_manifest, complaints, doit, ran, snapshot, write_checkpoint
+from tests.support import forked
 
 Damage = Callable[[Path], Any]
 
@@ -344,7 +345,7 @@ def test_missing_prompts_are_one_line(tmp_path: Path) -> None:
 def runtime(directory: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command, arguments = ("run", arguments) if arguments[:1] != ("chat",) else ("chat", arguments[1:])
     line = [sys.executable, "-m", "runtime", command, str(directory), *arguments]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, input=stdin, timeout=120)
+    return forked.run(line, cwd=ROOT, input=stdin, timeout=120)
 
 
 RUNTIME: dict[str, tuple[tuple[str, ...], str]] = {

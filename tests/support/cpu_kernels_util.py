@@ -45,7 +45,7 @@ _APART = [*(form.name for form in GROUPED), "w8a8"]
 """The formats whose kernels take most of the time that compiling takes."""
 _USUAL_SETS = {
     "int4": ("amx", "avx512bf16"),
-    "int6": ("avx512bf16", "avx2"),
+    "int6": ("avx512bf16",),
     "int8": ("amx", "avx512bf16"),
     "int4_f32": ("portable",),
     "int8_f32": ("avx2",),

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.support import forked
 
 
 def run_module(demo: Path, *arguments: str, stdin: str = "", command: str = "run") -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "runtime", command, str(demo), *arguments]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, input=stdin, timeout=120)
+    return forked.run(line, cwd=ROOT, input=stdin, timeout=120)

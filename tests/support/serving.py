@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.support import forked
 
 HASTY = """
 from llama_npu2.serve import body, events, listen
@@ -79,7 +80,7 @@ def serving(directory: Path, *options: str, others: Sequence[Path] = (), before:
     script = f"{before}\nimport sys\nfrom llama_npu2.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "serve", *map(str, (directory, *others)), "--port=0", *options]
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
+        process = forked.Popen(
             command,
             env=os.environ | {"PYTHONPATH": f"{ROOT / 'runtime'}"},
             cwd=ROOT,

@@ -23,10 +23,8 @@ def tag(name: str, *content: object, **attributes: object) -> Markup:
     """
     named = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items())
     kept = [(key, value) for key, value in named if value is not None and value is not False]
-    written = (
-        Markup(" {}").format(key) if value is True else Markup(' {}="{}"').format(key, value) for key, value in kept
-    )
-    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), Markup().join(written), Markup().join(map(escape, content)))
+    written = "".join(f" {key}" if value is True else f' {key}="{escape(value)}"' for key, value in kept)
+    return Markup(f"<{name}{written}>{''.join(map(escape, content))}</{name}>")
 
 
 def colour(name: str) -> str:

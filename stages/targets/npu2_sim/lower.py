@@ -47,8 +47,7 @@ _INTEGER_OPS = {arith.AddiOp: "+", arith.SubiOp: "-", arith.MuliOp: "*", arith.D
 
 
 def lower(module: ModuleOp) -> str:
-    """Return the host C++ of a module. Raises UserError for what `stages.air.checks` refuses."""
-    module.verify()
+    """Return the host C++ of a verified module. Raises UserError for what `stages.air.checks` refuses."""
     check(module)
     return _Lowering(module).source()
 
