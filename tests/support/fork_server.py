@@ -23,6 +23,9 @@ from typing import Any
 _read: set[str] = set()
 """Environment variables that modules asked for when they were imported."""
 
+_inherited: list[Any] = []
+"""What an interrupt does to a process that the tests start."""
+
 
 class _Noted(type(os.environ)):  # type: ignore[misc]
     """The environment, which notes what is asked for by its name."""
@@ -37,7 +40,7 @@ def main(given: str) -> None:
     """Import modules, say which variables they read, and fork for each request until nobody can ask any more."""
     connection, modules = socket.socket(fileno=int(given)), sys.argv[2:]
     del sys.path[0]  # of this file
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what stops the tests closes the connection
+    _inherited.append(signal.signal(signal.SIGINT, signal.SIG_IGN))  # what stops the tests closes the connection
     os.environ.__class__ = _Noted
     for module in modules:
         with suppress(ImportError):
@@ -95,7 +98,7 @@ def _next(connection: socket.socket, stream: Any) -> tuple[dict[str, Any], list[
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
     """Be the process of a command."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, *_inherited)
     if request["session"]:
         os.setsid()
     os.chdir(request["cwd"])
