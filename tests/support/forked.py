@@ -74,6 +74,8 @@ VERBOSE = {"LLAMA_NPU2_VERBOSITY": "1"}
 """The environment with which doit names steps."""
 _BY_OTHERS = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "RAYON_", "TQDM_")
 """What variables begin with that are read by what is no Python, or looked for among all."""
+_ALIKE = {"KMP_DUPLICATE_LIB_OK", "PYTHONPATH"}
+"""Variables that may differ: threadpoolctl sets the first when it is imported, and a fork is told the other."""
 _SUBREAPER = 36
 """Of prctl(2): makes this process the parent of orphans among those that come from it."""
 
@@ -174,7 +176,7 @@ class _Server:
         """Return whether what it imported would have found the same."""
         with self._turn:
             read = {*self._read, *(name for name in {*environment, *_start} if name.startswith(_BY_OTHERS))}
-        return all(environment.get(name) == _start.get(name) for name in read - {"PYTHONPATH"})
+        return all(environment.get(name) == _start.get(name) for name in read - _ALIKE)
 
     def fork(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
         """Return the number of a child of this process that a fork has become."""
