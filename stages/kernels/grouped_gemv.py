@@ -85,13 +85,15 @@ class Tiling:
         """Steps of each launch.
 
         There are several if a task would have to run its descriptors more often than it can (`limits.RUNS`), or if a
-        core could not keep the outputs of all steps. All launches but the last then have an even number.
+        core could not keep the outputs of all steps. All launches but the last then have an even number. Where cores
+        have several tokens the last has as many, and begins with steps of the one before: of outputs with gaps between
+        tokens a DMA takes fewer.
         """
         most = min(limits.RUNS, max(1, self.room // (self.cut.lanes * self.element)))
         count = -(-self.steps // most)
         most = -(-self.steps // count)
         most += most % 2 if count > 1 else 0
-        return [min(most, self.steps - start) for start in range(0, self.steps, most)]
+        return [most if self.tokens.each > 1 else min(most, self.steps - at) for at in range(0, self.steps, most)]
 
     @property
     def kept(self) -> int:
@@ -317,11 +319,9 @@ def build(tiling: Tiling) -> AirModule:
     }
     b = air.Builder("gemv", shapes | {"out": air.memref_type(p.tokens.shape(p.cut.panels * p.cut.lanes), p.dtype)})
     for first in range(0, p.tokens.count, p.tokens.together):
-        start = 0
-        for steps in p.launches:
+        for number, steps in enumerate(p.launches):
             with b.launch(), b.segment():
-                _launch(b, p, start, steps, first)
-            start += steps
+                _launch(b, p, min(number * p.launches[0], p.steps - steps), steps, first)
     return b.finish()
 
 

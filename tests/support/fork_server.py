@@ -137,23 +137,20 @@ def _hook(kind: type[BaseException], error: BaseException, trace: types.Tracebac
 
 
 def _open_standard_streams() -> None:
-    """Make new ones, as Python does when it starts: terminals are known by their lines."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        before = getattr(sys, name)
-        unbuffered, mode = before.write_through, "wb" if number else "rb"
-        binary: Any = os.fdopen(number, mode, 0 if unbuffered and number else -1, closefd=False)
-        getattr(binary, "raw", binary).name = f"<{name}>"
-        stream = io.TextIOWrapper(
-            binary,
-            before.encoding,
-            before.errors,
-            newline="\n",
-            line_buffering=not unbuffered and (number == 2 or os.isatty(number)),
-            write_through=unbuffered,
-        )
-        stream.mode = "w" if number else "r"
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+    """Make the input anew, and let the others know their terminals by their lines, as Python does when it starts.
+
+    They stay the objects that they were, since modules that were imported know them: doit's `run` compares them.
+    """
+    binary: Any = os.fdopen(0, "rb", closefd=False)
+    binary.raw.name = "<stdin>"
+    line_by_line = not sys.stdin.write_through and os.isatty(0)
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(  # type: ignore[misc]
+        binary, sys.stdin.encoding, sys.stdin.errors, newline="\n", line_buffering=line_by_line
+    )
+    sys.stdin.mode = "r"  # type: ignore[misc]
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        buffered: Any = stream
+        buffered.reconfigure(line_buffering=not buffered.write_through and (number == 2 or os.isatty(number)))
 
 
 _this = sys.modules[__name__]  # stays when the command is `__main__`
