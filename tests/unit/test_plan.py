@@ -45,6 +45,15 @@ def test_a_program_of_the_cpu_is_one_part() -> None:
         assert program.slots == part.slots and program.wiring == ({slot.name: slot.name for slot in part.slots},)
 
 
+def test_hosts_take_networks_that_no_core_has_room_for() -> None:
+    """How their weights would be cut for the NPU is no question for the CPU, and none of its refusals."""
+    large = config(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
+    policy = parse_policy("int4")
+    with pytest.raises(UserError, match="no tile size fits L1"):
+        formats()["int4"].feed_forward(large.emb, large.ffn)  # type: ignore[misc]
+    assert programs(large, targets()["cpu"].grouping("separate"), policy=policy)
+
+
 def test_parts_that_bind_one_buffer_share_a_slot() -> None:
     layer = named(programs(A_LLAMA, GROUPINGS["fused"], [128]))["prefill_attend.128"]
     project, attend, add = layer.wiring

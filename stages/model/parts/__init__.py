@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from llama_npu2.errors import UserError
 from stages.kernels import kv_rows
 from stages.model.config import Config
 from stages.model.decoder import Attention, Experts, Layer
@@ -136,13 +137,21 @@ def shared_weights(config: Config, policy: Policy) -> tuple[str, ...]:
     Its cores share the inner width, so all weights have to be stored alike, in a format whose layouts can be cut so,
     and a core needs room for the weight of the norm of a sandwich.
     """
-    network = _network(config, policy)
     sandwich = any(layer.sandwich for layer in config.decoder.kinds)
-    return SHARED if network and (not sandwich or network.has_room(config.emb)) else ()
+    network = _network(config, policy) if sandwich else None
+    return SHARED if _cut(policy) and (not sandwich or (network and network.has_room(config.emb))) else ()
+
+
+def _cut(policy: Policy) -> Callable[..., FeedForward] | None:
+    """Return what cuts the weights of a feed-forward network among cores, if they are stored alike."""
+    names = {policy.of(slot, ("rows", "cols"), "bf16") for slot in SHARED}
+    return formats()[names.pop()].feed_forward if len(names) == 1 else None
 
 
 def _network(config: Config, policy: Policy) -> FeedForward | None:
-    """Return how the weights of a feed-forward network are cut among cores; None if they cannot be."""
-    names = {policy.of(slot, ("rows", "cols"), "bf16") for slot in SHARED}
-    cut = formats()[names.pop()].feed_forward if len(names) == 1 else None
-    return cut and cut(config.emb, config.ffn)
+    """Return how these weights are cut; None if they are not, or a core has no room: hosts take them all the same."""
+    cut = _cut(policy)
+    try:
+        return cut and cut(config.emb, config.ffn)
+    except UserError:
+        return None
