@@ -24,6 +24,7 @@ from llama_npu2.engine.completion import Completion
 from llama_npu2.engine.serving import Serving
 from llama_npu2.errors import UserError
 from stages.air import AirModule
+from stages.air.access import Coverage, accesses
 from stages.engine.places import CONFIG
 from stages.graph import Build
 from stages.graph.options import parse_options
@@ -134,6 +135,19 @@ def test_a_network_in_two_launches_is_that_of_the_token_alone(form: str, cols: i
 def test_products_take_herds_that_the_compiler_gets_right(out_cols: int, rows: int) -> None:
     tiling: Any = kernels()["int4_batched_gemv"].tiling({"cols": COLS, "out_cols": out_cols, "rows": rows})  # type: ignore[misc]
     assert tiling.herd[0] > 3, "a core of fewer columns never gets its panels"
+
+
+def test_logits_of_several_tokens_lie_without_gaps() -> None:
+    """All launches keep as many of each token, so that a transfer has no dimension that is longer than one can be."""
+    sizes = {"cols": 2560, "out_cols": 151936, "eps": 1e-6, "rows": 8}
+    kernel: Any = kernels()["int6_batched_norm_gemv_f32"]
+    tiling = kernel.tiling(sizes)
+    assert len(tiling.launches) > 1 and sum(tiling.launches) > tiling.steps
+    assert {steps * tiling.cut.lanes for steps in tiling.launches} == {tiling.kept}
+    launches = kernel.program(tiling).launches
+    written = [access.runs for launch in launches for access in accesses(launch, "") if access.written]
+    covered, count = Coverage.of(written), 8 * tiling.cut.panels * tiling.cut.lanes
+    assert {covered.at(element) for element in range(0, count, tiling.cut.lanes)} == {1, 2}
 
 
 @pytest.mark.parametrize("heads, kv_heads, together", [(2, 1, True), (4, 2, True), (9, 3, False), (32, 8, False)])
