@@ -291,7 +291,7 @@ ARRAY = [
     ),
     Fault(
         "sign",
-        "feed_forward.cc",
+        "joined_sums.h",
         "aie::add(sum, aie::load_v<EACH>(x + at))",
         "aie::sub(sum, aie::load_v<EACH>(x + at))",
         ("int4_feed_forward", "decode@128", 0),

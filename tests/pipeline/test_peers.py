@@ -335,7 +335,7 @@ def test_streams_share_what_is_read_and_not_what_is_multiplied(
     measured = Bench(llm, 2, [Still(llm)])
     monkeypatch.setattr(measured, "read_bandwidth", lambda: bandwidth)
     monkeypatch.setattr(measured, "prompt_products", lambda: peak)
-    one, four = measured.decode_streams(1), measured.decode_streams(4)
+    (one,), (four,) = measured.decode_streams(1), measured.decode_streams(4)
     assert not four.peers, "it takes none"
     assert four.limits == pytest.approx([(4 if bandwidth < peak else 1) * limit for limit in one.limits])
     values = sum(map(prod, tensors(Checkpoint.open(DEMO.fetch()).config).values()))

@@ -161,7 +161,7 @@ def schedule(seed: int) -> Counts:
 def test_whatever_is_beside_a_sequence_changes_no_token(part: int) -> None:
     counts = total(schedule, range(25 * part, 25 * part + 25))
     print(counts)
-    assert all(count for name, count in vars(counts).items() if name != "joined")
+    assert all(count for name, count in vars(counts).items() if not name.startswith("joined"))
     assert counts.rejected < counts.drafted
 
 

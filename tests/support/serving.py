@@ -80,7 +80,9 @@ def serving(directory: Path, *options: str, others: Sequence[Path] = (), before:
     script = f"{before}\nimport sys\nfrom llama_npu2.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "serve", *map(str, (directory, *others)), "--port=0", *options]
     with tempfile.TemporaryFile() as output:
-        process = forked.Popen(
+        # What runs first decides what is imported, which a fork has imported before.
+        start = subprocess.Popen if before else forked.Popen
+        process = start(
             command,
             env=os.environ | {"PYTHONPATH": f"{ROOT / 'runtime'}"},
             cwd=ROOT,
