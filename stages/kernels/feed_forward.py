@@ -7,7 +7,8 @@ them, as machines do in tensor parallelism (Shoeybi et al. 2019, section 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -270,17 +271,24 @@ def _launch(b: Builder, p: Tiling, first: int) -> None:
     with b.herd(SHARES, height) as (tx, ty):
         _core(b, p, Streams(fed, rows, b.cascade((SHARES - 1, height)), end), (tx, ty))
     width = each * p.cols
+    with collected(b, end, height, width) as out:
+        # The compiler cuts the transfer by rows of cores and drops an offset of that dimension, so the offset stays 0.
+        at: tuple[tuple[int, int, int], ...] = ((0, count, p.cols),) if p.tokens != ONE else ()
+        if each > 1:
+            at = (0, height, width), (0, each, p.cols)
+        b.dma(b.args["out"].at(*at, (first * p.cols, p.cols, 1)), out)
+
+
+@contextmanager
+def collected(b: Builder, end: Channel, height: int, width: int) -> Iterator[MemRef]:
+    """Get the results of the last cores of all rows into L2; yield them, `[height][width]`."""
     with b.alloc(air.L2, (height, width)) as (out,):
         if height > 1:
             with b.parallel(1, height) as (tx, ty):
                 b.get(end, (tx, ty), out.at((ty, 1, width), (0, width, 1)))
         else:
             b.get(end, (0, 0), out)
-        # The compiler cuts the transfer by rows of cores and drops an offset of that dimension, so the offset stays 0.
-        at: tuple[tuple[int, int, int], ...] = ((0, count, p.cols),) if p.tokens != ONE else ()
-        if each > 1:
-            at = (0, height, width), (0, each, p.cols)
-        b.dma(b.args["out"].at(*at, (first * p.cols, p.cols, 1)), out)
+        yield out
 
 
 @dataclass(frozen=True)
@@ -335,10 +343,16 @@ def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
         with b.loop(steps) as step:
             for column in range(SHARES):
                 b.put(stream, (column, 0), b.args[name].at((column, 1, steps * size), (step * size, size, 1)))
-    with b.alloc(air.L2, ((SHARES, size), "i8")) as (chunks,), b.loop(sum(p.steps)):
+    pass_on(b, stream, fed, sum(p.steps), p.together, chunk)
+
+
+def pass_on(b: Builder, stream: Channel, fed: Channel, steps: int, together: int, chunk: int) -> None:
+    """Get `together` chunks of `chunk` bytes a column into L2 in each step, and put them to the cores one by one."""
+    size = together * chunk
+    with b.alloc(air.L2, ((SHARES, size), "i8")) as (chunks,), b.loop(steps):
         with b.parallel(SHARES, 1) as (tx, ty):
             b.get(stream, (tx, ty), chunks.at((tx, 1, size), (0, size, 1)))
-        with b.parallel(SHARES, 1) as (tx, ty), b.loop(p.together) as j:
+        with b.parallel(SHARES, 1) as (tx, ty), b.loop(together) as j:
             b.put(fed, (tx, ty), chunks.at((tx, 1, size), (j * chunk, chunk, 1)))
 
 

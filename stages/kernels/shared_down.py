@@ -206,12 +206,7 @@ def _launch(b: Builder, p: Tiling, first: int, piece: Index) -> None:
     with b.herd(SHARES, height) as tile:
         _core(b, p, feed_forward.Streams(fed, rows, b.cascade((SHARES - 1, height)), end), tile)
     width = each * p.outputs
-    with b.alloc(air.L2, (height, width)) as (out,):
-        if height > 1:
-            with b.parallel(1, height) as (tx, ty):
-                b.get(end, (tx, ty), out.at((ty, 1, width), (0, width, 1)))
-        else:
-            b.get(end, (0, 0), out)
+    with feed_forward.collected(b, end, height, width) as out:
         elements = first * p.cols + piece * p.outputs, p.outputs, 1
         b.dma(b.args["out"].at((0, height, each * p.cols), (0, each, p.cols), elements), out)
 
@@ -224,11 +219,7 @@ def _feed(b: Builder, p: Tiling, fed: Channel, piece: Index) -> None:
         for column in range(SHARES):
             at = (column, 1, cut.panels * cut.panel_bytes), (piece * (steps * size), 1, 1), (step * size, size, 1)
             b.put(stream, (column, 0), b.args["weight"].at(*at))
-    with b.alloc(air.L2, ((SHARES, size), "i8")) as (chunks,), b.loop(steps):
-        with b.parallel(SHARES, 1) as (tx, ty):
-            b.get(stream, (tx, ty), chunks.at((tx, 1, size), (0, size, 1)))
-        with b.parallel(SHARES, 1) as (tx, ty), b.loop(p.together) as j:
-            b.put(fed, (tx, ty), chunks.at((tx, 1, size), (j * cut.chunk_bytes, cut.chunk_bytes, 1)))
+    feed_forward.pass_on(b, stream, fed, steps, p.together, cut.chunk_bytes)
 
 
 def _core(b: Builder, p: Tiling, streams: feed_forward.Streams, tile: tuple[Index, Index]) -> None:

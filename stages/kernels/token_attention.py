@@ -509,11 +509,21 @@ def _token_buffers(p: Tiling) -> Iterator[tuple[int, ...] | tuple[tuple[int, ...
     """Yield a core's buffers for a token: `x` and `table`, then its row of the cache, queries, sums and scores."""
     yield (p.width,)
     yield (p.angles,), "f32"
-    yield (limits.aligned(p.kv_head, SIZES[p.kv_dtype]),), p.kv_dtype
+    yield (_row_elements(p),), p.kv_dtype
     yield p.queries // p.unit, p.head_dim // limits.BLOCK, p.unit, limits.BLOCK
     yield (p.queries, p.head_dim), "f32"
     yield _stats(p), "f32"
     yield _scores(p), "f32"
+
+
+def _row_elements(p: Tiling) -> int:
+    """Return the elements of the buffer for a head's part of the cache's row, whose end is padding."""
+    return limits.aligned(p.kv_head, SIZES[p.kv_dtype])
+
+
+def _of_row(p: Tiling, buffer: MemRef) -> MemRef:
+    """Return that part without the padding."""
+    return _filled(buffer, _row_elements(p), p.kv_head)
 
 
 def _norm_weights(p: Tiling) -> list[tuple[int, ...]]:
@@ -524,7 +534,7 @@ def _begin(b: Builder, p: Tiling, kv_head: Index, given: Iterable[MemRef], work:
     """Rotate a token's K and queries; return its row of the cache."""
     row, q, acc, stats, _ = work
     b.call(p.variant, "ta_init", *given, kv_head, q, acc, stats, row, *([p.norm.eps] if p.norm else []))
-    return _filled(row, limits.aligned(p.kv_head, SIZES[p.kv_dtype]), p.kv_head)
+    return _of_row(p, row)
 
 
 def _step(b: Builder, p: Tiling, table: MemRef, j: Number, kv: MemRef, work: Sequence[MemRef]) -> None:
@@ -724,8 +734,9 @@ def _attend_in_turn(
                 b.call(p.variant, "ta_step", fresh_rows, i, j * p.tile_k, kv, q, acc, stats, scores)
             b.call(p.variant, "ta_out", acc, stats, q, fresh_rows, i, 0, *own_results)
             own_row, out = own_results
-            kept = _filled(own_row, limits.aligned(p.kv_head, SIZES[p.kv_dtype]), p.kv_head)
-            for result, own_result, size in zip(results, (kept, out), (p.kv_head, p.group * p.head_dim), strict=True):
+            for result, own_result, size in zip(
+                results, (_of_row(p, own_row), out), (p.kv_head, p.group * p.head_dim), strict=True
+            ):
                 b.dma(result.at((tile[0], 1, count * size), (i * size, size, 1)), own_result)
 
 

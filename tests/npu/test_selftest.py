@@ -602,7 +602,7 @@ def places_change(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_change_places(values: np.ndarray) -> None:
-    """Of what comes last: the first two."""
+    """The first two rows of what comes last are exchanged."""
     rows = values.reshape(COUNT, -1)
     rows[:2] = rows[:2][::-1]
 
@@ -779,7 +779,7 @@ def _a_group_is_read_twice(values: dict[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def _a_row_is_its_neighbour_s(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Of several tokens, or sequences."""
+    """Each row of several tokens, or sequences, gets that of the one before."""
     return values | {"x": np.roll(values["x"], 1, axis=0)}
 
 

@@ -77,7 +77,7 @@ _BY_OTHERS = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBL
 _ALIKE = {"KMP_DUPLICATE_LIB_OK", "PYTHONPATH"}
 """Variables that may differ: threadpoolctl sets the first when it is imported, and a fork is told the other."""
 _SUBREAPER = 36
-"""Of prctl(2): makes this process the parent of orphans among those that come from it."""
+"""The option of prctl(2) that makes this process the parent of orphans among those that come from it."""
 
 
 def pytest_configure() -> None:

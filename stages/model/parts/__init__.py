@@ -43,9 +43,8 @@ def _sharing(config: Config, policy: Policy) -> dict[str, Build]:
     """Return the parts that are others where cores share the weights of a feed-forward network."""
     if not shared_weights(config, policy):
         return {}
-    sandwich = any(layer.sandwich for layer in config.decoder.kinds)
-    network = _network(config, policy)
-    return FUSED | (SPLIT if network and not sandwich and network.divides(config.emb, config.ffn) else {})
+    network = None if _is_sandwich(config) else _network(config, policy)
+    return FUSED | (SPLIT if network and network.divides(config.emb, config.ffn) else {})
 
 
 def _quantised(policy: Policy) -> dict[str, Build]:
@@ -137,9 +136,14 @@ def shared_weights(config: Config, policy: Policy) -> tuple[str, ...]:
     Its cores share the inner width, so all weights have to be stored alike, in a format whose layouts can be cut so,
     and a core needs room for the weight of the norm of a sandwich.
     """
-    sandwich = any(layer.sandwich for layer in config.decoder.kinds)
-    network = _network(config, policy) if sandwich else None
-    return SHARED if _cut(policy) and (not sandwich or (network and network.has_room(config.emb))) else ()
+    if not _is_sandwich(config):
+        return SHARED if _cut(policy) else ()
+    network = _network(config, policy)
+    return SHARED if network and network.has_room(config.emb) else ()
+
+
+def _is_sandwich(config: Config) -> bool:
+    return any(layer.sandwich for layer in config.decoder.kinds)
 
 
 def _cut(policy: Policy) -> Callable[..., FeedForward] | None:
