@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
+from llama_npu2.errors import UserError
 from stages.graph.options import Options
+from stages.kernels.tokens import COUNTS
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.grouping import CONTEXT_BUCKET, Program, programs
@@ -90,3 +95,40 @@ def layout(program: Program, slot: str) -> str:
 
 FEW: dict[str, object] = {"buckets": "64", "context": 256}
 """Choices with which the demo has few programs: each takes seconds to build for the simulator."""
+
+
+def drawn_program(seed: int) -> tuple[str, Config, Program]:
+    """Return what a draw stands for, its model and a program of it: of a prompt, a token, several tokens or a token of
+    several sequences, in `int4` or `int8`, at any context bucket up to 32k. A quarter of the models are made up.
+
+    Draws that the planner refuses are drawn again.
+    """
+    draw = random.Random(seed)
+    while True:
+        name = "made up" if draw.random() < 0.25 else draw.choice([*MODELS, *FAMILIES])
+        config = _made_up(draw) if name == "made up" else {**MODELS, **FAMILIES}[name]
+        weights, kv = draw.choice(["int4", "int8"]), draw.choice(["bf16", "int8"])
+        rows, together = draw.choice([0, 1, *COUNTS]), draw.random() < 0.5
+        chosen = (rows,) if rows > 1 else ()
+        grouping = replace(GROUPINGS["fused"], **{"together" if together else "counts": chosen})
+        try:
+            made = programs(config, grouping, BUCKETS, parse_policy(weights, kv=kv), draw.choice([4096, 32768]))
+        except UserError:
+            continue
+        kinds = [each for each in made if not each.host and _rows(each) == rows]
+        if kinds:
+            program = draw.choice(kinds)
+            return f"{name} {weights} kv={kv} {program.name}", config, program
+
+
+def _rows(program: Program) -> int:
+    """Return how many tokens a program takes; 0 for one of a prompt."""
+    return (program.bucket or 0) if program.several else int(program.bucket is None)
+
+
+def _made_up(draw: random.Random) -> Config:
+    """Return a model whose sizes no preset has."""
+    kv_heads, head_dim = draw.choice([1, 2, 3, 4, 5, 8]), draw.choice([32, 64, 96, 128])
+    heads = kv_heads * draw.choice([1, 2, 3, 4, 6, 7])
+    emb, ffn = (32 * draw.randint(4, longest) for longest in (128, 400))
+    return model(draw.randint(1000, 140_000), emb, ffn, heads, kv_heads, head_dim, layers=draw.randint(1, 3))
