@@ -6,7 +6,7 @@ necessary conditions; placement by the real compiler may need more, never less.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from xdsl.dialects import scf
 from xdsl.dialects.builtin import ModuleOp
@@ -14,7 +14,7 @@ from xdsl.ir import Operation, SSAValue
 
 from llama_npu2.errors import UserError
 from stages.air import analysis, limits
-from stages.air.analysis import Side
+from stages.air.analysis import Fifo, Side
 from stages.air.dialect import L1, L2, L3, HerdOp, SegmentOp, constant_of, enclosing, parents
 from stages.air.occupancy import Segment, Transfer, Use
 
@@ -67,6 +67,7 @@ class _Checked(Segment):
         for herd in self.herds:
             self._check_turns(herd)
         self._check_sent_once()
+        self._check_memory_tiles()
 
     def _require(self, use: Use) -> None:
         limits.require(self.where, use.limit, use.used, use.available)
@@ -141,6 +142,37 @@ class _Checked(Segment):
         reads = (t for t in self.transfers if (end := t.side(L2)) and end[1] == "out" and end[0].key is buffer)
         loops = (enclosing(transfer.herd or transfer.op, scf.ForOp) for transfer in reads)
         return any(loop is not None and not loop.is_ancestor(buffer.owner) for loop in loops)
+
+    def _check_memory_tiles(self) -> None:
+        """Refuse buffers of L2 whose channels the compiler would divide, and channels that it would give two ends.
+
+        A channel ends in one memory tile. The compiler goes through the buffers in order and puts each beside the first
+        that shares a channel with it (mlir-air, `air-to-aie`), so one that joins the channels of two earlier buffers
+        comes too late: of a channel with ends in two memory tiles, all but one are left out, in silence. A buffer that
+        comes as one and leaves in parts, on several channels, ends it abnormally (`air-split-l2-memref`). Both are of
+        2026-05-08.
+        """
+        channels: dict[SSAValue, dict[str, dict[str, Side]]] = {
+            buffer: {"in": {}, "out": {}} for buffer in analysis.allocations(self.op, L2)
+        }
+        for transfer in self.transfers:
+            end, channel = transfer.side(L2), transfer.far(L2)
+            if end and isinstance(channel, Fifo) and not transfer.tiles:
+                side, way = end
+                channels[analysis.root(side.value)][way][channel.key] = side
+        tiles: list[set[str]] = []
+        for ways in channels.values():
+            if len(ways["in"]) == 1 < len(ways["out"]) and any(side.offsets for side in ways["out"].values()):
+                raise UserError(f"{self.where}: parts of a buffer of L2 leave on {len(ways['out'])} channels")
+            own = {*ways["in"], *ways["out"]}
+            first = next((tile for tile in tiles if tile & own), None)
+            if first is None:
+                tiles.append(own)
+            else:
+                first |= own
+        ends = Counter(channel for tile in tiles for channel in tile)
+        for channel, memory_tiles in ends.items():
+            self._require(Use(f"memory tiles with ends of channel {channel}", memory_tiles, 1))
 
     def _check_loops(self, transfer: Transfer) -> None:
         """Refuse loops around a transfer of DDR that the compiler cannot cut into descriptors."""

@@ -7,7 +7,7 @@ them, as machines do in tensor parallelism (Shoeybi et al. 2019, section 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -107,6 +107,15 @@ class Tiling:
     def rows(self) -> tuple[str, ...]:
         """Arguments that come to every core, each a row."""
         return ("residual", "norm", "x", "before", "after") if self.sandwich else ("x", "norm")
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """`rows` in the order in which they are sent.
+
+        What comes to L2 first is what all rows of cores receive: aircc (2026-05-08) keeps buffers in one memory tile
+        that share a channel with an earlier one, and a channel sends from one memory tile only.
+        """
+        return tuple(sorted(self.rows, key=lambda name: name != "norm")) if self.sandwich else self.rows
 
     @property
     def outputs(self) -> int:
@@ -306,24 +315,31 @@ class Streams:
 
 
 def _send_rows(b: Builder, p: Tiling, rows: Channel, first: int) -> None:
-    """Send the rows to all cores. More than a channel of a shim can queue come by way of L2, on two channels."""
+    """Send the rows to all cores. More than a channel of a shim can queue come by way of L2, on several channels."""
     count, each, height = p.tokens.together, p.tokens.each, p.tokens.herd_rows
     if len(p.rows) <= limits.QUEUE_DEPTH:
         for row in range(height):
-            for name in p.rows:
+            for name in p.sent:
                 b.put(rows, (0, row), _rows(b, p, name, first + row * each, each))
         return
-    staged = b.channel((2, 1), (2, 1))
-    for number, name in enumerate(p.rows):
-        b.put(staged, (number % 2, 0), _rows(b, p, name, first, count))
-    for number, name in enumerate(p.rows):
-        several = name in ACTIVATIONS and count > 1
-        together = each if name == p.rows[0] else 1
-        with b.alloc(air.L2, (count if several else 1, p.cols)) as (held,):
-            b.get(staged, (number % 2, 0), held)
-            for row in range(height):
-                for token in range(row * each, (row + 1) * each, together) if several else (0,):
-                    part = held.at((token, together, p.cols), (0, p.cols, 1)) if several else held
+    # A row of cores has its own buffers of what only it receives: aircc (2026-05-08) crashes where it would have to
+    # divide a buffer among channels.
+    moves: list[tuple[str, Sequence[int]]] = []
+    for name in p.sent:
+        own = name in ACTIVATIONS and count > 1
+        moves += [(name, (row,)) for row in range(height)] if own else [(name, range(height))]
+    channels = max(2, height)
+    staged = b.channel((channels, 1), (channels, 1))
+    for number, (name, (row, *_)) in enumerate(moves):
+        b.put(staged, (number % channels, 0), _rows(b, p, name, first + row * each, each))
+    for number, (name, receivers) in enumerate(moves):
+        tokens = each if name in ACTIVATIONS else 1
+        together = tokens if name == "residual" else 1
+        with b.alloc(air.L2, (tokens, p.cols)) as (held,):
+            b.get(staged, (number % channels, 0), held)
+            for row in receivers:
+                for token in range(0, tokens, together):
+                    part = held.at((token, together, p.cols), (0, p.cols, 1)) if tokens > 1 else held
                     b.put(rows, (0, row), part)
 
 
@@ -372,6 +388,7 @@ def _core(b: Builder, p: Tiling, streams: Streams, tile: tuple[Index, Index]) ->
         of_norm = (own_norm[0], 0) if own_norm else (sums, (2 * each - 1) * p.outputs)
         begins = [(x, 0, each * p.cols), (*of_norm, p.cols)]
         if p.sandwich:
+            begins.reverse()
             begins += [(sums, 2 * at * p.outputs, p.cols) for at in range(each)]
             begins += [(sums, p.outputs, p.cols), (after[0], 0, p.cols)]
         for target, begin, size in begins:

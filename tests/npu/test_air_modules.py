@@ -416,6 +416,39 @@ def test_a_memory_tile_sends_what_it_is_given_once(again: int, reason: str) -> N
     refused_for(reason, b.finish().module)
 
 
+def staged(*buffers: tuple[int, ...], parts: bool = False) -> ModuleOp:
+    """Two rows of cores that receive rows of `x` by way of L2: a buffer for each tuple of cores that receive it, on two
+    channels in turn. `parts`: each core gets its half of the buffer."""
+    size = 64 if parts else 32
+    b = air.Builder("copy", {"x": air.memref_type((len(buffers), size)), "out": air.memref_type((2, len(buffers) * 32))})
+    with b.launch(), b.segment():
+        stage, rows = b.channel((2, 1), (2, 1)), b.channel((1, 2), (1, 2))
+        for number in range(len(buffers)):
+            b.put(stage, (number % 2, 0), b.args["x"].at((number, 1, size), (0, size, 1)))
+        for number, cores in enumerate(buffers):
+            with b.alloc(air.L2, (size,)) as (held,):
+                b.get(stage, (number % 2, 0), held)
+                for core in cores:
+                    b.put(rows, (0, core), held.at((core * 32, 32, 1)) if parts else held)
+        with b.herd(1, 2) as (tx, ty), b.alloc(air.L1, (32,)) as (tile,):
+            b.get(rows, (tx, ty), tile)
+            b.dma(b.args["out"].at((ty, 1, len(buffers) * 32), (0, 32, 1)), tile)
+    return b.finish().module
+
+
+@pytest.mark.parametrize(
+    ("buffers", "parts", "reason"),
+    [
+        ([(0, 1), (0,), (1,)], False, ""),
+        ([(0,), (1,), (0, 1)], False, r"needs 2 of memory tiles with ends of channel copy_channel_\d\[0, 1\]"),
+        ([(0, 1)], True, "parts of a buffer of L2 leave on 2 channels"),
+    ],
+)
+def test_a_channel_ends_in_one_memory_tile(buffers: list[tuple[int, ...]], parts: bool, reason: str) -> None:
+    """The buffer that all rows of cores receive comes first, and none is divided among channels."""
+    refused_for(reason, staged(*buffers, parts=parts))
+
+
 def refused_for(reason: str, module: ModuleOp) -> None:
     if reason:
         with pytest.raises(UserError, match=reason):

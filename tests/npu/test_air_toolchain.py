@@ -25,7 +25,7 @@ from stages.targets.npu2.objects import compile_tile
 from stages.targets.npu2.programs import INTERMEDIATE, Job, link
 from stages.targets.npu2.toolchain import peano
 from tests.support.air_programs import PROGRAMS
-from tests.support.npu_shapes import BUCKETS, FAMILIES, JUDGED, device_programs, family_programs
+from tests.support.npu_shapes import BUCKETS, FAMILIES, JUDGED, device_programs, drawn_program, family_programs
 
 pytestmark = [
     pytest.mark.toolchain,
@@ -101,6 +101,18 @@ def test_modules_of_families_are_compiled_right(model: str, grouping: str, weigh
         work.mkdir()
         found = judged(work, module.text(), module.name, module.variants, module.options)
         assert found.resets % 2 == 0, "else the link step makes it even"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(64))
+def test_programs_that_a_seed_draws_are_compiled_right(seed: int, tmp_path: Path) -> None:
+    label, config, program = drawn_program(seed)
+    try:
+        module = build_module(program, config.dimensions())
+    except UserError as refused:
+        pytest.skip(f"{label}: planned: {refused}")
+    found = judged(tmp_path, module.text(), module.name, module.variants, module.options)
+    assert found.resets % 2 == 0, f"{label}: else the link step makes it even"
 
 
 def _heads(shape: random.Random) -> tuple[int, int, int]:
