@@ -420,7 +420,8 @@ def staged(*buffers: tuple[int, ...], parts: bool = False) -> ModuleOp:
     """Two rows of cores that receive rows of `x` by way of L2: a buffer for each tuple of cores that receive it, on two
     channels in turn. `parts`: each core gets its half of the buffer."""
     size = 64 if parts else 32
-    b = air.Builder("copy", {"x": air.memref_type((len(buffers), size)), "out": air.memref_type((2, len(buffers) * 32))})
+    shapes = {"x": (len(buffers), size), "out": (2, len(buffers) * 32)}
+    b = air.Builder("copy", {name: air.memref_type(shape) for name, shape in shapes.items()})
     with b.launch(), b.segment():
         stage, rows = b.channel((2, 1), (2, 1)), b.channel((1, 2), (1, 2))
         for number in range(len(buffers)):
