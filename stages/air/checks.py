@@ -171,8 +171,8 @@ class _Checked(Segment):
             else:
                 first |= own
         ends = Counter(channel for tile in tiles for channel in tile)
-        for channel, memory_tiles in ends.items():
-            self._require(Use(f"memory tiles with ends of channel {channel}", memory_tiles, 1))
+        for name, memory_tiles in ends.items():
+            self._require(Use(f"memory tiles with ends of channel {name}", memory_tiles, 1))
 
     def _check_loops(self, transfer: Transfer) -> None:
         """Refuse loops around a transfer of DDR that the compiler cannot cut into descriptors."""
