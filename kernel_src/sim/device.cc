@@ -142,8 +142,12 @@ void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Patter
 struct Channel::State {
     using Items = std::vector<std::vector<std::uint8_t>>;
     std::int64_t size_x, size_y, wide_x, wide_y;
+    struct Reader {
+        std::size_t taken = 0;   // items of which all bytes are taken
+        std::int64_t bytes = 0;  // bytes that are taken of the next
+    };
     std::vector<Items> items;
-    std::vector<std::size_t> taken;
+    std::vector<Reader> readers;
 
     // What a reader's entry was given.
     const Items &items_for(std::int64_t x, std::int64_t y) const {
@@ -161,7 +165,7 @@ Channel::~Channel() { delete state_; }
 
 void Channel::clear() {
     state_->items.assign(static_cast<std::size_t>(state_->size_x * state_->size_y), {});
-    state_->taken.assign(static_cast<std::size_t>(state_->wide_x * state_->wide_y), 0);
+    state_->readers.assign(static_cast<std::size_t>(state_->wide_x * state_->wide_y), {});
 }
 
 void Channel::put(Launch &launch, std::int64_t x, std::int64_t y, const Buffer &src, std::int64_t start,
@@ -186,21 +190,25 @@ void Channel::get(std::int64_t x, std::int64_t y, const Buffer &dst, std::int64_
         refuse("takes from a channel entry that is not there");
     check_address("destination", dst, start, to, run);
     const auto &items = state_->items_for(x, y);
-    std::size_t &taken = state_->taken[static_cast<std::size_t>(x * state_->wide_y + y)];
-    if (taken == items.size())
+    State::Reader &reader = state_->readers[static_cast<std::size_t>(x * state_->wide_y + y)];
+    if (reader.taken == items.size())
         refuse("takes from a channel into which nothing more is put: the array would wait forever");
-    const auto &item = items[taken++];
-    if (static_cast<std::int64_t>(item.size()) != runs * run)
-        refuse("takes " + std::to_string(runs * run) + " bytes of a channel item of " + std::to_string(item.size()));
+    const auto &item = items[reader.taken];
+    // A channel is a stream of words: several transfers may take an item, one after the other.
+    const std::int64_t left = static_cast<std::int64_t>(item.size()) - reader.bytes, size = runs * run;
+    if (size > left)
+        refuse("takes " + std::to_string(size) + " bytes of a channel item that has " + std::to_string(left));
     Walk write(to, start);
     for (std::int64_t i = 0; i < runs; ++i)
-        std::memcpy(dst.data + write.next(), item.data() + i * run, static_cast<std::size_t>(run));
+        std::memcpy(dst.data + write.next(), item.data() + reader.bytes + i * run, static_cast<std::size_t>(run));
+    reader.bytes += size;
+    if (size == left) reader = {reader.taken + 1, 0};
 }
 
 void Channel::finish() {
     for (std::int64_t x = 0; x < state_->wide_x; ++x)
         for (std::int64_t y = 0; y < state_->wide_y; ++y)
-            if (state_->taken[static_cast<std::size_t>(x * state_->wide_y + y)] != state_->items_for(x, y).size())
+            if (state_->readers[static_cast<std::size_t>(x * state_->wide_y + y)].taken != state_->items_for(x, y).size())
                 refuse("leaves items in a channel: the array would wait forever");
     clear();
 }

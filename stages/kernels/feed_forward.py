@@ -7,7 +7,7 @@ them, as machines do in tensor parallelism (Shoeybi et al. 2019, section 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,10 +47,8 @@ def reference_sandwich(
     gate_up: np.ndarray,
     down: np.ndarray,
     residual: np.ndarray,
-    norm: np.ndarray,
+    norms: np.ndarray,
     x: np.ndarray,
-    before: np.ndarray,
-    after: np.ndarray,
     eps: float,
     offset: float = 0.0,
     once: int | bool = False,
@@ -58,14 +56,18 @@ def reference_sandwich(
 ) -> np.ndarray:
     """Return a sum plus the norm of the feed-forward network of the sum's norm, bf16 `[cols]`.
 
-    The sum is `residual` plus the norm of `x`. `before`, `norm`, `after`: weights of the three norms, bf16 `[cols]`;
-    the others as in `reference`.
+    The sum is `residual` plus the norm of `x`. `norms`: weights of these three norms, bf16 `[NORMS * cols]`, of
+    `x`, of the sum and of the network; the others as in `reference`.
     """
     scalars = eps, offset, once
-    mixed = rms_norm.reference_add(x, residual, before, *scalars)
-    inner = gemv.reference_norm_swiglu(gate_up, mixed, norm, *scalars, activation)
-    return rms_norm.reference_add(gemv.reference(down, inner), mixed, after, *scalars)
+    of_x, of_sum, of_network = np.split(norms, NORMS)
+    mixed = rms_norm.reference_add(x, residual, of_x, *scalars)
+    inner = gemv.reference_norm_swiglu(gate_up, mixed, of_sum, *scalars, activation)
+    return rms_norm.reference_add(gemv.reference(down, inner), mixed, of_network, *scalars)
 
+
+NORMS = 3
+"""Norms of a sandwich: of the mixer's product, of the sum, and of the network's product."""
 
 FIRST, LAST = 0, SHARES - 1
 """Columns of the first and of the last core."""
@@ -104,18 +106,10 @@ class Tiling:
     """The rows of `x`."""
 
     @property
-    def rows(self) -> tuple[str, ...]:
-        """Arguments that come to every core, each a row."""
-        return ("residual", "norm", "x", "before", "after") if self.sandwich else ("x", "norm")
-
-    @property
-    def sent(self) -> tuple[str, ...]:
-        """`rows` in the order in which they are sent.
-
-        What comes to L2 first is what all rows of cores receive: aircc (2026-05-08) keeps buffers in one memory tile
-        that share a channel with an earlier one, and a channel sends from one memory tile only.
-        """
-        return tuple(sorted(self.rows, key=lambda name: name != "norm")) if self.sandwich else self.rows
+    def rows(self) -> Mapping[str, int]:
+        """Elements of the arguments that come to every core, of one token, in the order in which they come."""
+        three = {"residual": self.cols, "norms": NORMS * self.cols, "x": self.cols}
+        return three if self.sandwich else {"x": self.cols, "norm": self.cols}
 
     @property
     def outputs(self) -> int:
@@ -246,23 +240,23 @@ def tile(
 
 def _l2(p: Tiling) -> int:
     """Return the bytes of L2 that a column's steps, with the compiler's copies, and the result take."""
-    rows = p.tokens.together * (1 + (len(p.rows) if p.sandwich else 0))
-    return limits.copies(sum(p.steps)) * p.step_bytes + BF16 * p.cols * rows
+    return limits.copies(sum(p.steps)) * p.step_bytes + BF16 * p.cols * p.tokens.together
 
 
 def build(tiling: Tiling) -> AirModule:
     """Build the AIR program with the arguments `gate_up`, `down`, those of `Tiling.rows`, and `out`.
 
     `gate_up`: i8 `[2 * panels][panel bytes]` (layout `shared_pairs`); `down`: i8 `[SHARES * panels][panel bytes]`
-    (layout `shared_lanes`); the others: bf16 `[cols]`. With several tokens, activations have them as their first
-    dimension.
+    (layout `shared_lanes`); `norms`: bf16 `[NORMS * cols]`; the others: bf16 `[cols]`. With several tokens, activations
+    have them as their first dimension.
     """
     p = tiling
     matrices = {"gate_up": (2, p.network.pairs), "down": (SHARES, p.network.shares)}
     weights = {
         name: air.memref_type((count * cut.panels, cut.panel_bytes), "i8") for name, (count, cut) in matrices.items()
     }
-    rows = {name: p.tokens.shape(p.cols) if name in ACTIVATIONS else (p.cols,) for name in (*p.rows, "out")}
+    sizes = {**p.rows, "out": p.cols}
+    rows = {name: p.tokens.shape(size) if name in ACTIVATIONS else (size,) for name, size in sizes.items()}
     b = air.Builder("feed_forward", weights | {name: air.memref_type(shape) for name, shape in rows.items()})
     for first in range(0, p.tokens.count, p.tokens.together):
         with b.launch(), b.segment():
@@ -315,38 +309,16 @@ class Streams:
 
 
 def _send_rows(b: Builder, p: Tiling, rows: Channel, first: int) -> None:
-    """Send the rows to all cores. More than a channel of a shim can queue come by way of L2, on several channels."""
-    count, each, height = p.tokens.together, p.tokens.each, p.tokens.herd_rows
-    if len(p.rows) <= limits.QUEUE_DEPTH:
-        for row in range(height):
-            for name in p.sent:
-                b.put(rows, (0, row), _rows(b, p, name, first + row * each, each))
-        return
-    # A row of cores has its own buffers of what only it receives: aircc (2026-05-08) crashes where it would have to
-    # divide a buffer among channels.
-    moves: list[tuple[str, Sequence[int]]] = []
-    for name in p.sent:
-        own = name in ACTIVATIONS and count > 1
-        moves += [(name, (row,)) for row in range(height)] if own else [(name, range(height))]
-    channels = max(2, height)
-    staged = b.channel((channels, 1), (channels, 1))
-    for number, (name, (row, *_)) in enumerate(moves):
-        b.put(staged, (number % channels, 0), _rows(b, p, name, first + row * each, each))
-    for number, (name, receivers) in enumerate(moves):
-        tokens = each if name in ACTIVATIONS else 1
-        together = tokens if name == "residual" else 1
-        with b.alloc(air.L2, (tokens, p.cols)) as (held,):
-            b.get(staged, (number % channels, 0), held)
-            for row in receivers:
-                for token in range(0, tokens, together):
-                    part = held.at((token, together, p.cols), (0, p.cols, 1)) if tokens > 1 else held
-                    b.put(rows, (0, row), part)
+    """Send the rows to all cores. A channel of a shim queues no more transfers than `limits.QUEUE_DEPTH`.
 
-
-def _rows(b: Builder, p: Tiling, name: str, first: int, count: int = 1) -> MemRef:
-    """Return the rows of `count` tokens in an argument, or the one row that all tokens share."""
-    at = ((first, count, p.cols),) if p.tokens != ONE and name in ACTIVATIONS else ()
-    return b.args[name].at(*at, (0, p.cols, 1))
+    They do not come by way of L2, where mlir-air (2026-05-08) crashes, or drops rows, if rows of cores receive parts of
+    a buffer, and that of 2026-07-29 finds no shim for them.
+    """
+    each = p.tokens.each
+    for row in range(p.tokens.herd_rows):
+        for name, size in p.rows.items():
+            at = ((first + row * each, each, size),) if p.tokens != ONE and name in ACTIVATIONS else ()
+            b.put(rows, (0, row), b.args[name].at(*at, (0, size, 1)))
 
 
 def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
@@ -386,11 +358,13 @@ def _core(b: Builder, p: Tiling, streams: Streams, tile: tuple[Index, Index]) ->
         after = buffers[len(rows) + 3 :]
         # Rows of a buffer that also sends come as one: else it would wait for as many results.
         of_norm = (own_norm[0], 0) if own_norm else (sums, (2 * each - 1) * p.outputs)
-        begins = [(x, 0, each * p.cols), (*of_norm, p.cols)]
+        begins = [(x, 0, each * p.cols)]
         if p.sandwich:
-            begins.reverse()
+            # One transfer brings the norms' weights, and each goes where it is used.
+            begins += [(sums, p.outputs, p.cols), (*of_norm, p.cols), (after[0], 0, p.cols)]
             begins += [(sums, 2 * at * p.outputs, p.cols) for at in range(each)]
-            begins += [(sums, p.outputs, p.cols), (after[0], 0, p.cols)]
+        else:
+            begins.append((*of_norm, p.cols))
         for target, begin, size in begins:
             b.get(streams.rows, tile, target.at((begin, size, 1)))
         # Buffers that only the loop uses would be moved into it, and doubled. So this call is given all of them.
@@ -451,7 +425,7 @@ OF_A_TOKEN = (
     ),
     signature(
         "sandwich_feed_forward",
-        (Arg("gate_up", matrix=True), Arg("down", matrix=True), "residual", "norm", "x", "before", "after"),
+        (Arg("gate_up", matrix=True), Arg("down", matrix=True), "residual", "norms", "x"),
         f"cols ffn {rms_norm.PARAMS} activation",
         reference_sandwich,
         source="feed_forward",

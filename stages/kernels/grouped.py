@@ -260,7 +260,7 @@ def _feed_forward(kernel: Kernel, stored: Format) -> Iterator[Kernel]:
         return result
 
     def tiling(sizes: Sizes, tokens: Tokens = ONE) -> feed_forward.Tiling:
-        sandwich = any(arg.name == "after" for arg in kernel.args)
+        sandwich = any(arg.name == "norms" for arg in kernel.args)
         cut = feed_forward.tile(stored, sizes["cols"], sizes["ffn"], rms_norm.Norm.of(sizes), sandwich, tokens)
         return replace(cut, activation=sizes.get("activation", 0))
 

@@ -118,6 +118,7 @@ class Config:
             "ffn_pair_dim": 2 * self.ffn,
             "placed_heads_dim": self.heads * (self.head_dim + HEAD_POSITION),
             "qk_norms_dim": 2 * self.head_dim,
+            "ffn_norms_dim": 3 * self.emb,
             "placed_head_dim": self.head_dim + POSITION // 2,
             "max_seq": positions or self.max_seq,
             "kv_blocks": -(-self.max_seq // KV_BLOCK_POSITIONS),

@@ -483,7 +483,8 @@ def test_a_feed_forward_network_between_norms(form: Format, cols: int, inner: in
     """To the bit what norms and sums make around the network, which adds its row to what the last norm is taken of."""
     both = np.concatenate([stored(form, inner, cols, seed) for seed in (1, 2)])
     down, draw = stored(form, cols, inner, seed=3), np.random.default_rng(cols)
-    rows = residual, weight, x, before, after = [draw.standard_normal(cols).astype(bfloat16) for _ in range(5)]
+    residual, weight, x, before, after = [draw.standard_normal(cols).astype(bfloat16) for _ in range(5)]
+    rows = residual, np.concatenate([before, weight, after]), x
     got = feed_forward_product(form, both, down, *rows, scalars=scalars, kernel="sandwich_feed_forward")
     mixed = add.reference(residual, normed(x, before, scalars))
     row, wide = normed(mixed, weight, scalars), form.dequantise(down, inner).astype(np.float32)

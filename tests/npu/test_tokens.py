@@ -71,7 +71,7 @@ def outputs(made: AirModule) -> np.ndarray:
             "int8",
             "sandwich_feed_forward",
             {"ffn": 512, "eps": 1e-6, "offset": 1.0, "once": 1, "activation": 1},
-            {"residual": COLS, "norm": COLS, "before": COLS, "after": COLS},
+            {"residual": COLS, "norms": 3 * COLS},
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -28,6 +28,7 @@ from stages.model.decoder import (
     OF_QUERIES,
     QK_NORMS,
     ROW_NORMS,
+    SANDWICH_NORMS,
     VOCABULARY,
     Attention,
     Experts,
@@ -85,6 +86,10 @@ class Described:
     def weight(self, b: PartBuilder, name: str) -> str:
         """Add the slot of a layer's weight."""
         return b.slot(name, LAYER_SLOTS[name], "weight", buffer=families.tensor(self.config, name))
+
+    def joined_norms(self, b: PartBuilder, name: str, size: Dim, norms: tuple[str, ...]) -> str:
+        """Add a slot of weights of norms that lie one after the other, because a channel queues few transfers."""
+        return b.slot(name, (size,), "weight", buffer=self.tensors(norms), joins=norms)
 
     def joined(self) -> tuple[Joined, Joined]:
         """Return the weights that parts may have as one slot: Q, K and V; gate and up."""
@@ -492,8 +497,10 @@ def _add_product(
 
 def _feed_forward(d: Described, b: PartBuilder, rows: _Rows, kernel: str, **read: str) -> None:
     """Add a feed-forward network as one launch. `read`: the slots of activations that it reads."""
-    norms = {"before": "attn_norm_w", "norm": "ffn_norm_w", "after": "down_norm_w"}
-    args = {arg: d.weight(b, slot) for arg, slot in norms.items() if arg == "norm" or d.layer.sandwich}
+    if d.layer.sandwich:
+        args = {"norms": d.joined_norms(b, "ffn_norms_w", "ffn_norms_dim", SANDWICH_NORMS)}
+    else:
+        args = {"norm": d.weight(b, "ffn_norm_w")}
     _, gate_up = d.joined()
     b.slots.append(gate_up.slot)
     args |= {"gate_up": gate_up.slot.name, "down": d.weight(b, "w_down")}
@@ -573,8 +580,7 @@ def _token_attn(d: Described, rows: _Rows, sequences: int = 1) -> PartBuilder:
     if norm and (rows.rows == 1 or sequences > 1):
         norms = {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
     elif norm:
-        joined = {"buffer": d.tensors(QK_NORMS), "joins": QK_NORMS}
-        norms = {"qk_norm": b.slot("qk_norm_w", ("qk_norms_dim",), "weight", **joined)}
+        norms = {"qk_norm": d.joined_norms(b, "qk_norm_w", "qk_norms_dim", QK_NORMS)}
     places = {"window": "window", "pos": "pos"}
     if sequences == 1:
         b.launch(rows.kernel(kernel), args | norms | own[0], **places, **rows.sizes, **scalars)

@@ -20,6 +20,7 @@ from stages.kernels import (
     HOST_SET,
     add,
     bias,
+    feed_forward,
     flash_attention,
     gemm,
     rms_norm,
@@ -259,13 +260,13 @@ def _norm_scalars(case: Case) -> tuple[float, float, int]:
     return case.inputs["eps"], case.inputs.get("offset", 0.0), case.inputs.get("once", 0)
 
 
-def _norm_of(case: Case, x: Row, weight: str) -> Row:
-    """Return the norm of a row that may be off itself."""
+def _norm_of(case: Case, x: Row, weight: np.ndarray) -> Row:
+    """Return the norm of a row that may be off itself. `weight`: bf16 `[cols]`."""
     rows, of_rows = x
-    wide = rows.astype(np.float32)
-    normed = rms_norm.reference(rows, case.inputs[weight], *_norm_scalars(case))
-    own, size = _norm(case, wide, case.wide(weight), normed), np.sqrt(np.square(wide).mean(axis=-1, keepdims=True))
-    carried = of_rows.limit * np.abs(case.wide(weight) + case.inputs.get("offset", 0.0)) / (size + LEAST)
+    wide, wide_weight = rows.astype(np.float32), weight.astype(np.float32)
+    normed = rms_norm.reference(rows, weight, *_norm_scalars(case))
+    own, size = _norm(case, wide, wide_weight, normed), np.sqrt(np.square(wide).mean(axis=-1, keepdims=True))
+    carried = of_rows.limit * np.abs(wide_weight + case.inputs.get("offset", 0.0)) / (size + LEAST)
     limit = np.where(carried > 0, own.limit + carried + ulp(np.abs(normed.astype(np.float32)) + carried), own.limit)
     return normed, ErrorBound(limit, np.ones(limit.shape))
 
@@ -415,10 +416,11 @@ def _bound_feed_forward(case: Case) -> tuple[ErrorBound, ...]:
 def _bound_sandwich(case: Case) -> tuple[ErrorBound, ...]:
     """Bound a feed-forward network between norms of what is added to the residual stream."""
     x, residual = ((row, _no_error(row.shape)) for row in (np.atleast_2d(case.inputs[n]) for n in ("x", "residual")))
-    mixed = _added(residual, _norm_of(case, x, "before"))
-    wide, product = _network(case, _norm_of(case, mixed, "norm"))
+    of_x, of_sum, of_network = np.split(case.inputs["norms"], feed_forward.NORMS)
+    mixed = _added(residual, _norm_of(case, x, of_x))
+    wide, product = _network(case, _norm_of(case, mixed, of_sum))
     down = wide.astype(bfloat16)
-    _, bound = _added(mixed, _norm_of(case, (down, _rounded(down, product.limit + LEAST)), "after"))
+    _, bound = _added(mixed, _norm_of(case, (down, _rounded(down, product.limit + LEAST)), of_network))
     shape = case.results[0].shape
     return (ErrorBound(bound.limit.reshape(shape), bound.chance.reshape(shape)),)
 
