@@ -76,6 +76,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(100_000)  # a module of the array alone is a million objects, which stay
         gc.enable()
 
 

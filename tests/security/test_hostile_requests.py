@@ -33,6 +33,8 @@ SECONDS = 10.0
 """Within so many seconds, a request is answered or its connection closed, and other streams go on."""
 MEMORY = 512 << 20
 """Bytes by which the processes of the server may grow while a request is answered."""
+PAUSE = 0.2
+"""Seconds between two streams of a client that is not to notice: without, all three together take a CPU."""
 HASTY = """
 from llama_npu2.serve import body, listen
 body.TIMEOUT = listen._HEAD_TIMEOUT = listen._IDLE_TIMEOUT = 1.5
@@ -131,7 +133,7 @@ class Bystander:
         return text
 
     def run(self, end: threading.Event) -> None:
-        while not end.is_set():
+        while not end.wait(PAUSE):
             try:
                 text = self.read()
             except Exception as error:
