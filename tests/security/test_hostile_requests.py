@@ -33,7 +33,7 @@ SECONDS = 10.0
 """Within so many seconds, a request is answered or its connection closed, and other streams go on."""
 MEMORY = 512 << 20
 """Bytes by which the processes of the server may grow while a request is answered."""
-PAUSE = 0.2
+PAUSE = 0.5
 """Seconds between two streams of a client that is not to notice: without, all three together take a CPU."""
 HASTY = """
 from llama_npu2.serve import body, listen
