@@ -76,6 +76,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(100_000)  # a module of the array alone is a million objects, which stay
         gc.enable()
 
 
@@ -232,10 +233,19 @@ unfinished = shutil.ignore_patterns(".?*", "*.pyc.*")
 
 
 @pytest.fixture(scope="session")
-def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project beside a small checkpoint `model`, compiled with the kernels of the session."""
+def project(demo: Path, artifacts: Path) -> Path:
+    """A copy of the project beside a small checkpoint `model`, compiled with the kernels of the session, once for all
+    parallel workers. Not to be changed by a test."""
     del demo  # it filled the object cache
-    root = tmp_path_factory.mktemp("project")
+    root = artifacts.with_name("project")
+    with FileLock(root.with_suffix(".lock")):
+        if not (root / "artifacts/model/cpu/manifest.json").exists():
+            shutil.rmtree(root, ignore_errors=True)  # another worker may have failed
+            _compile_copy(root, artifacts)
+    return root
+
+
+def _compile_copy(root: Path, artifacts: Path) -> None:
     for name in SOURCES:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
@@ -245,14 +255,18 @@ def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(artifacts / ".cache", root / "artifacts/.cache", ignore=unfinished)
     write_checkpoint(root / "model")
     assert "manifest" in ran(doit("compile", "model=model", cwd=root))
-    return root
+
+
+def _linked_if_cached(source: str, to: str) -> None:
+    """Copy a file. One of the object cache, which no build changes, is a link to the same content."""
+    (os.link if "/.cache/objects/" in source else shutil.copy2)(source, to)
 
 
 @pytest.fixture
 def built(project: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A compiled project to edit. It stays where the test fails: all together are 100,000 files, which a later run
     would remove before its first test."""
-    copied = shutil.copytree(project, tmp_path / "checkout")
+    copied = shutil.copytree(project, tmp_path / "checkout", copy_function=_linked_if_cached)
     failed = request.session.testsfailed
     yield copied
     if request.session.testsfailed == failed:

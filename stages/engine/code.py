@@ -28,7 +28,7 @@ Import = tuple[int, str, str]
 
 
 class Code:
-    """Digests of modules' code. The imports of files are remembered in the same way as their digests."""
+    """Digests of modules' code. What files import is remembered by their content, which takes time to parse."""
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
@@ -92,7 +92,7 @@ class Code:
 
         A package that imports by name may import all its members.
         """
-        statements = self._digests.remembered("imports ", path, lambda p: list(imports(p.read_bytes())))
+        statements = self._digests.of_content("imports of ", path, lambda content: list(imports(content)))
         for level, module, member in statements:
             package = _absolute(level, module, name, path)
             yield inner if member and _file(inner := f"{package}.{member}") else package

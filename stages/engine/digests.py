@@ -100,6 +100,21 @@ class Digests:
             self._dirty = True
         return value
 
+    def of_content(self, kind: str, path: Path, compute: Callable[[bytes], Any]) -> Any:
+        """Return `compute(content)` of a file, remembered for all that have this content, be it in other checkouts.
+
+        Args:
+            kind: distinguishes the values of different functions.
+            path: the file.
+            compute: returns a JSON value.
+        """
+        entry = self._entries.get(f"{kind}{self.of_file(path)}")
+        if entry is None:
+            content = path.read_bytes()
+            entry = self._entries[f"{kind}{xxhash.xxh3_128_hexdigest(content)}"] = [compute(content)]
+            self._dirty = True
+        return entry[-1]
+
     def save(self, soon: bool = False) -> None:
         """Merge the entries into the file, now or `soon`, as after each of many steps (`Saving`).
 

@@ -69,7 +69,7 @@ def written(family: str, seed: int, directory: Path) -> tuple[Path, Path]:
     raise AssertionError(f"none of 20 models of {family} can be written")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family, seed", CASES)
 def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
     """The file has the checkpoint's tensors, bit for bit, and llama.cpp computes from it what transformers does."""

@@ -570,7 +570,7 @@ def _token_attention(function: str, group: int, d: int, stored: str = "bf16") ->
     return tiling.variant, function, arguments[function], tiling.costs[function].vectors + fed
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "case",
     [

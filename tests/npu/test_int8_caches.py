@@ -315,10 +315,10 @@ def test_a_model_goes_on_from_anywhere(artifacts: Path, tmp_path: Path) -> None:
         assert [llm.decode(token).tobytes() for token in ids[64:]] == tokens and caches(llm, len(ids)) == held
         llm.reset()
         llm.prefill(ids[:1])
-        logits.append(np.array([llm.decode(token).copy() for token in ids[1:]]))
+        logits.append(np.array([llm.decode(token).copy() for token in ids[1:40]]))
     with closing(load(build(tmp_path / "kv_tiny", artifacts, weights="int4", kv="int8"), 2)) as llm:
         llm.prefill(ids[:1])
-        logits.append(np.array([llm.decode(token).copy() for token in ids[1:]]))
+        logits.append(np.array([llm.decode(token).copy() for token in ids[1:40]]))
     assert relative(*logits) < 0.05
 
 

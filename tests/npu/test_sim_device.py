@@ -18,8 +18,9 @@ from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram, SimSubmission
 from llama_npu2.devices.spans import Timer
 from llama_npu2.errors import UserError
-from stages.air import L1, Builder, memref_type
+from stages.air import L1, Builder, memref_type, to_mlir
 from stages.kernels import add
+from stages.targets.npu2_sim import programs
 from tests.support.sim_support import aligned, compile_module
 
 ROWS, COLS = 8, 64
@@ -131,3 +132,23 @@ def test_missing_files_and_programs_are_named(tmp_path: Path) -> None:
     libc._name = "some.so"
     with pytest.raises(UserError, match=r"some\.so has no program add"):
         SimProgram(libc, "add")
+
+
+def test_a_module_is_lowered_again_where_it_or_what_lowers_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kernel,) = add.KERNELS
+    assert kernel.tiling and kernel.program
+    module, code, lowered = tmp_path / "add.mlir", tmp_path / "code/__init__.py", list[str]()
+    code.parent.mkdir()
+    monkeypatch.setattr(programs.air, "__file__", str(code))
+    lower = programs._lowered
+    monkeypatch.setattr(programs, "_lowered", lambda *given: (lowered.append("once more"), lower(*given))[1])
+    contents = []
+    for cols, text in ((COLS, ""), (COLS, ""), (2 * COLS, ""), (2 * COLS, "# another"), (COLS, "")):
+        module.write_text(to_mlir(kernel.program(kernel.tiling({"rows": ROWS, "cols": cols})).module))
+        code.write_text(text)
+        source = programs._cached_source(module, "add", tmp_path / "artifacts/.cache/objects")
+        contents.append((len(lowered), source.path.read_text()))
+    assert [count for count, _ in contents] == [1, 1, 2, 3, 3]
+    assert contents[0] == contents[1] and contents[4][1] == contents[0][1] != contents[2][1] == contents[3][1]

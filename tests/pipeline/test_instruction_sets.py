@@ -6,13 +6,16 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from llama_npu2.artifact import cpu_features
+from stages.engine.places import CACHE
 from stages.targets.cpu.instruction_sets import all_sets, objects_of, sets_used_here
 from tests.conftest import doit, ran, snapshot
+from tests.support.kept_objects import copy_new
 from tests.support.runtime_process import run_module
 
 ANSWER = ("run", "model=model", "target=cpu", "prompt=hello", "raw=1", "max_tokens=2")
@@ -23,10 +26,11 @@ needs_several = pytest.mark.skipif(len(all_sets()) == 1, reason="this architectu
 
 
 @pytest.fixture
-def fresh(built: Path) -> Path:
-    """A project that has built nothing, with the session's objects in its cache."""
+def fresh(built: Path, artifacts: Path) -> Iterator[Path]:
+    """A project that has built nothing, with the session's objects in its cache, which gets what it links."""
     shutil.rmtree(built / "artifacts/model")
-    return built
+    yield built
+    copy_new(built / "artifacts" / CACHE, artifacts / CACHE)
 
 
 def sets_in(directory: Path) -> list[str]:

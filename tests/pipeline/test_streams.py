@@ -159,8 +159,9 @@ def test_a_reply_is_alone_also_where_all_is_stale(runner: tuple[str, ...], built
 @pytest.fixture(scope="module")
 def shared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A compiled project whose manifest may be removed."""
-    (project / "text").write_text("The capital of France is Paris. " * 20)
-    return shutil.copytree(project, tmp_path_factory.mktemp("streams") / "checkout")
+    copied = shutil.copytree(project, tmp_path_factory.mktemp("streams") / "checkout")
+    (copied / "text").write_text("The capital of France is Paris. " * 20)
+    return copied
 
 
 @pytest.mark.sampled(1)

@@ -101,10 +101,16 @@ def said() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def verified(demo: Path, said: list[str], tmp_path_factory: pytest.TempPathFactory) -> Verification:
-    """All that ships, on a part of the text."""
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A part of the text that ships."""
     text = tmp_path_factory.mktemp("verify") / "text"
     text.write_text(divergence.TEXT.read_text()[:3000])
+    return text
+
+
+@pytest.fixture(scope="module")
+def verified(demo: Path, said: list[str], text: Path) -> Verification:
+    """All that ships, on a part of the text."""
 
     def say(*lines: object) -> None:
         said.extend(line for each in lines for line in str(each).splitlines())
@@ -113,14 +119,14 @@ def verified(demo: Path, said: list[str], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def wrong(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Verification:
+def wrong(demo: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Verification:
     """Half of a layer's weights and all angles but the first are 0; prompts that nobody expects."""
     copy = shutil.copytree(demo, tmp_path_factory.mktemp("verify") / "cpu")
     (table,) = (spec for spec in Manifest.open(copy).buffers.values() if spec["kind"] == "table")
     for name, kept in (("weights/layer_001.safetensors", 0.5), (table["file"], 0.01)):
         content = (copy / name).read_bytes()
         (copy / name).write_bytes(content[: int(kept * len(content))].ljust(len(content), b"\0"))
-    return verification.verify(copy, DEMO, HOSTILE)
+    return verification.verify(copy, DEMO, HOSTILE, text=text)
 
 
 @needs_transformers

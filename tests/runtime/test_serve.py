@@ -675,7 +675,7 @@ _spoilt = st.tuples(
 ).map(lambda parts: parts[0] | parts[1])
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from([CHAT, RAW]), body=_valid_chat | _valid_raw | _spoilt | _json)
 def test_any_request_has_an_answer(server: Server, path: str, body: Any) -> None:
     found = server.ask(path, json.dumps(body).encode())

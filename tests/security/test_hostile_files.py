@@ -269,7 +269,7 @@ for _name, _header in {
 CASES["compile: the header of weights is 2^62 bytes long"] = ("compile", header_says({}, 1 << 62), "")
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", CASES)
 def test_held(name: str, world: World, record_property: Callable[[str, object], None]) -> None:
     action, attack, complaint = CASES[name]

@@ -78,8 +78,8 @@ class _Balanced(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return one more worker than CPUs: a quarter of the time a test waits for a process, a server or a clock."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Return a worker for each CPU: one more, for when tests wait, takes as long for imports and shared builds."""
+    return len(os.sched_getaffinity(0))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def give(artifacts: Path) -> None:
     """Fill the object cache of a run's artifacts, unless it is there."""
     if KEPT in os.environ and not (artifacts / CACHE).exists():
-        _copy_new(Path(os.environ[KEPT]), artifacts / CACHE)
+        copy_new(Path(os.environ[KEPT]), artifacts / CACHE)
 
 
 def cache_of_runs(name: str, otherwise: Path) -> Path:
@@ -53,14 +53,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     kept, used = Path(os.environ[KEPT]), session.config._tmp_path_factory.getbasetemp() / "artifacts" / CACHE
     if used.exists():
-        _copy_new(used, kept)
+        copy_new(used, kept)
     for entry in kept.rglob("*.json"):
         if time.time() - entry.stat().st_mtime > _UNUSED:
             entry.unlink()
             entry.with_suffix(".o").unlink(missing_ok=True)
 
 
-def _copy_new(source: Path, to: Path) -> None:
+def copy_new(source: Path, to: Path) -> None:
     """Copy what a cache has and the other has not, or used before: an entry after its object, each as a whole."""
     to.mkdir(parents=True, exist_ok=True)
     for entry in source.glob("*.json"):

@@ -14,7 +14,8 @@ from tests.support.objects import PEANO_OBJECT
 
 def script(path: Path, body: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!{sys.executable}\nimport sys, os, json, pathlib\nargs = sys.argv[1:]\n{body}\n")
+    # Without packages, which take half of a start; what needs them looks for them.
+    path.write_text(f"#!{sys.executable} -S\nimport sys, os, json, pathlib\nargs = sys.argv[1:]\n{body}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
@@ -29,7 +30,8 @@ def leave(args, edit):
     kept = pathlib.Path({_HELD.name!r}, hashlib.sha256("|".join((mlir, function, edit)).encode()).hexdigest())
     if not kept.exists():
         sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "runtime")!r}]
-        import re
+        import re, site
+        site.main()
         from tests.support.npu_ir import write_made
         change = eval(edit, dict(re=re))
         part = kept.with_suffix(f".{{os.getpid()}}")

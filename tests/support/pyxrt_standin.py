@@ -460,20 +460,16 @@ def execute(program: SimProgram, arguments: list[bo], garbage: bool) -> None:
         if not np.array_equal(root.on_host[part], root.synced[part]):
             where = argument.start + int(np.argmax(root.on_host[part] != root.synced[part]))
             raise RuntimeError(f"{program.name}: {slot} byte {where} was written by the host and not synchronised")
-    before = [_written(program, slot) for slot in program.slots]
+    before = program.written
     parts = [a.root.on_device[a.start : a.start + n] for a, n in zip(arguments, program.slot_bytes, strict=True)]
     old = [part.copy() for part in parts]
     program.run([part.ctypes.data for part in parts])
-    for argument, slot, count, part, was in zip(arguments, program.slots, before, parts, old, strict=True):
-        if _written(program, slot) > count:
+    for argument, was_written, written, part, was in zip(arguments, before, program.written, parts, old, strict=True):
+        if written > was_written:
             if garbage:
                 part ^= GARBAGE
             changed = argument.start + np.flatnonzero(part != was)
             argument.root.on_host[changed] = argument.root.synced[changed] = POISON
-
-
-def _written(program: SimProgram, slot: str) -> int:
-    return sum(launch.get(slot, (0, 0))[1] for launch in program.counters().slots)
 
 
 def release(text: str) -> tuple[int, ...]:

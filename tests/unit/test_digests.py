@@ -10,6 +10,7 @@ import pytest
 import xxhash
 
 from stages.engine import files
+from stages.engine.digests import Digests
 from stages.engine.files import HUGE_PAGE, content_digest, content_sha256
 
 PIECE = 2 * HUGE_PAGE
@@ -43,3 +44,23 @@ def test_a_file_that_shrinks_is_read_to_its_end(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(files, "_cache_in_huge_pages", shrink)
     assert content_digest(path) == xxhash.xxh3_128_hexdigest(bytes(PIECE))
+
+
+def test_what_follows_from_content_is_computed_once_for_all_files_that_have_it(tmp_path: Path) -> None:
+    """Also in a copy of the memory, beside copies of the files; not of a file that has changed."""
+    computed: list[bytes] = []
+
+    def length(content: bytes) -> int:
+        computed.append(content)
+        return len(content)
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.write_bytes(b"same")
+    digests = Digests(tmp_path / "memory")
+    assert [digests.of_content("length of ", path, length) for path in (one, other)] == [4, 4]
+    digests.save()
+    again = Digests((tmp_path / "memory").rename(tmp_path / "copy"))
+    assert again.of_content("length of ", one, length) == 4 and computed == [b"same"]
+    one.write_bytes(b"changed")
+    assert again.of_content("length of ", one, length) == 7 and computed == [b"same", b"changed"]

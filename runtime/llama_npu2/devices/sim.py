@@ -85,16 +85,21 @@ class SimProgram:
         if self._entry(slots.ctypes.data, self._counters.ctypes.data, int(reverse), error, _ERROR_BYTES):
             raise UserError(f"npu2-sim refuses {error.value.decode()}")
 
+    @property
+    def written(self) -> list[int]:
+        """Bytes written in each slot so far."""
+        written: list[int] = self._counters[:, 3::2].sum(axis=0).tolist()
+        return written
+
     def counters(self) -> Counters:
-        per_slot = self._counters[:, 2:].reshape(len(self.launches), len(self.slots), 2)
+        per_slot = self._counters[:, 2:].reshape(len(self.launches), len(self.slots), 2).tolist()
         return Counters(
             launches=self.launches,
             submissions=self._submissions,
             calls=self._counters[:, 0].tolist(),
             macs=self._counters[:, 1].tolist(),
             slots=[
-                {name: (int(r), int(w)) for name, (r, w) in zip(self.slots, launch, strict=True) if r or w}
-                for launch in per_slot
+                {name: (r, w) for name, (r, w) in zip(self.slots, launch, strict=True) if r or w} for launch in per_slot
             ],
         )
 

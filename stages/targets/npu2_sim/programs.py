@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from stages.engine.object_cache import CachedObject, cached_object, copy_cached
 from stages.engine.objects import linked, run_compiler
 from stages.engine.places import KERNELS
 from stages.targets.cpu.toolchain import host_system, need_host_compiler
-from stages.targets.npu2_sim.objects import HEADERS, options
+from stages.targets.npu2_sim.objects import FENCE_BYTES, HEADERS, options
 from stages.targets.npu2_sim.toolchain import native_fingerprint as fingerprint
 
 if TYPE_CHECKING:
@@ -28,7 +29,13 @@ DESCRIBES = False
 def write_program(module: Path, library: str, cache: Path, work: Path) -> list[Path]:
     """Lower a module to host C++ and link it with its objects (step action). Return the objects and the headers."""
     objects = list(linked(module).values())
-    made = partial(cached_program, air.parse_mlir(module.read_text()), objects, library, cache)
+
+    def made() -> CachedObject:
+        with tempfile.TemporaryDirectory() as scratch:
+            source = Path(scratch) / f"{library}.cc"
+            copy_cached(partial(_cached_source, module, library, cache), source)
+            return _linked(source, objects, cache, options())
+
     return [*objects, *copy_cached(made, work / "elf" / f"{library}{SUFFIX}")]
 
 
@@ -39,16 +46,31 @@ def cached_program(
 
     `chosen`: as in `compile_tile`. Raises UserError.
     """
-    chosen = options() if chosen is None else chosen
     with tempfile.TemporaryDirectory() as scratch:
         source = _lowered(module, Path(scratch) / f"{library}.cc")
+        return _linked(source, objects, cache, options() if chosen is None else chosen)
 
-        def make(output: Path) -> Sequence[Path]:
-            _link_lowered(source, objects, output, chosen)
-            return HEADERS
 
-        made_by = (fingerprint(), tuple(chosen), host_system())
-        return cached_object(cache, library, made_by, [source, *objects, *HEADERS], make)
+def _cached_source(module: Path, library: str, cache: Path) -> CachedObject:
+    """Return the C++ of a module, from the cache if the module and the code that lowers it are the same."""
+
+    def make(output: Path) -> Sequence[Path]:
+        _lowered(air.parse_mlir(module.read_text()), output)
+        return ()
+
+    code = [Path(__file__).with_name("lower.py"), *sorted(Path(air.__file__).parent.glob("*.py"))]
+    return cached_object(cache, f"{library}.lowered", (version("xdsl"), FENCE_BYTES), [module, *code], make)
+
+
+def _linked(source: Path, objects: Sequence[Path], cache: Path, chosen: Sequence[str]) -> CachedObject:
+    """Return the shared object of a module's C++, linked unless it is in the cache."""
+
+    def make(output: Path) -> Sequence[Path]:
+        _link_lowered(source, objects, output, chosen)
+        return HEADERS
+
+    made_by = (fingerprint(), tuple(chosen), host_system())
+    return cached_object(cache, source.stem, made_by, [source, *objects, *HEADERS], make)
 
 
 def link(
