@@ -107,6 +107,19 @@ def test_changed_stage_code_reruns_that_stage(built: Path) -> None:
     assert tasks == {t for t in tasks if t.startswith("module:")} != set()
 
 
+def test_a_module_with_another_text_is_linked_again(built: Path) -> None:
+    """Also where its description, which names the objects, is the same."""
+    code = built / "stages/targets/cpu/modules.py"
+    code.write_text(
+        code.read_text().replace(
+            "cpu_source(found, dimensions, sets, fused))", "cpu_source(found, dimensions, sets, fused) + '// more\\n')"
+        )
+    )
+    tasks = ran(doit(*COMPILE, cwd=built))
+    linked, made = ({t.partition(":")[2] for t in tasks if t.startswith(kind)} for kind in ("elf:", "module:"))
+    assert made and made == linked
+
+
 def test_an_edited_tiling_compiles_nothing(built: Path) -> None:
     """What a kernel says of the array does not concern the host's objects, and no weight is packed again."""
     kernel = built / "stages/kernels/gemm.py"
