@@ -23,6 +23,7 @@ from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import build_module
 from stages.targets.npu2.objects import compile_tile
 from stages.targets.npu2.programs import INTERMEDIATE, Job, link
+from stages.targets.npu2.programs import _with_settling_toggled as with_settling_toggled
 from stages.targets.npu2.toolchain import peano
 from tests.support.air_programs import PROGRAMS
 from tests.support.npu_shapes import BUCKETS, FAMILIES, JUDGED, device_programs, drawn_program, family_programs
@@ -111,8 +112,14 @@ def test_programs_that_a_seed_draws_are_compiled_right(seed: int, tmp_path: Path
         module = build_module(program, config.dimensions())
     except UserError as refused:
         pytest.skip(f"{label}: planned: {refused}")
-    found = judged(tmp_path, module.text(), module.name, module.variants, module.options)
-    assert found.resets % 2 == 0, f"{label}: else the link step makes it even"
+    text, resets = module.text(), list[int]()
+    for again in ("once", "toggled"):
+        (work := tmp_path / again).mkdir()
+        resets.append(judged(work, text, module.name, module.variants, module.options).resets)
+        if resets[-1] % 2 == 0:
+            return
+        text = with_settling_toggled(text)  # as the link step does
+    pytest.fail(f"{label}: {resets} resets")
 
 
 def _heads(shape: random.Random) -> tuple[int, int, int]:
