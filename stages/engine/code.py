@@ -28,7 +28,7 @@ Import = tuple[int, str, str]
 
 
 class Code:
-    """Digests of modules' code. What files import is remembered by their content, which takes time to parse."""
+    """Digests of modules' code. The imports of a file are remembered by its content, since it takes time to parse."""
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests

@@ -108,8 +108,9 @@ class Tiling:
     @property
     def rows(self) -> Mapping[str, int]:
         """Elements of the arguments that come to every core, of one token, in the order in which they come."""
-        three = {"residual": self.cols, "norms": NORMS * self.cols, "x": self.cols}
-        return three if self.sandwich else {"x": self.cols, "norm": self.cols}
+        if self.sandwich:
+            return {"residual": self.cols, "norms": NORMS * self.cols, "x": self.cols}
+        return {"x": self.cols, "norm": self.cols}
 
     @property
     def outputs(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from llama_npu2.errors import UserError
 from stages.engine.lazy import np
-from stages.model.decoder import Decoder, Layer, Rope, RopeScaling
+from stages.model.decoder import QK_NORMS, SANDWICH_NORMS, Decoder, Layer, Rope, RopeScaling
 from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
 
 _TOO_LARGE = 1 << 31
@@ -117,8 +117,8 @@ class Config:
             "qkv_dim": (self.heads + 2 * self.kv_heads) * self.head_dim,
             "ffn_pair_dim": 2 * self.ffn,
             "placed_heads_dim": self.heads * (self.head_dim + HEAD_POSITION),
-            "qk_norms_dim": 2 * self.head_dim,
-            "ffn_norms_dim": 3 * self.emb,
+            "qk_norms_dim": len(QK_NORMS) * self.head_dim,
+            "ffn_norms_dim": len(SANDWICH_NORMS) * self.emb,
             "placed_head_dim": self.head_dim + POSITION // 2,
             "max_seq": positions or self.max_seq,
             "kv_blocks": -(-self.max_seq // KV_BLOCK_POSITIONS),

@@ -324,7 +324,7 @@ STACKED = tuple(slot for slot in LAYER_SLOTS if slot.endswith("_exps"))
 """The slots that hold all experts of a layer, one after the other."""
 
 NORMS = ("norm_w", "attn_norm_w", "ffn_norm_w", "down_norm_w")
-SANDWICH_NORMS = ("attn_norm_w", "ffn_norm_w", "down_norm_w")
+SANDWICH_NORMS = NORMS[1:]
 """The norms around a feed-forward network, as the argument `norms` of its kernel has them."""
 
 QK_NORMS = ("q_norm_w", "k_norm_w")

@@ -21,7 +21,7 @@ from tests.support.cpu_kernels_util import BF16, HOST, Kernels, Library, guarded
 
 THREADS = (1, 2, 3, 4)
 CASES = 60
-"""Of each kind in each instruction set; twice as many before a release."""
+"""This many cases of each kind run in each instruction set, and as many more before a release."""
 
 
 from_seed = pytest.mark.parametrize("first", [0, pytest.param(CASES, marks=pytest.mark.thorough)], ids=["", "more"])

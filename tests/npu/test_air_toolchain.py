@@ -22,8 +22,7 @@ from stages.targets.npu2.audit import Findings, audit_made
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import build_module
 from stages.targets.npu2.objects import compile_tile
-from stages.targets.npu2.programs import INTERMEDIATE, Job, link
-from stages.targets.npu2.programs import _with_settling_toggled as with_settling_toggled
+from stages.targets.npu2.programs import INTERMEDIATE, Job, link, with_settling_toggled
 from stages.targets.npu2.toolchain import peano
 from tests.support.air_programs import PROGRAMS
 from tests.support.npu_shapes import BUCKETS, FAMILIES, JUDGED, device_programs, drawn_program, family_programs

@@ -160,7 +160,7 @@ def make(job: Job, scratch: Path, failed_log: Path) -> tuple[str, dict[str, Any]
         # The compiler adds resets where a DMA repeats, so the number of launches does not tell the number of resets.
         log += f"\n{job.program}: {findings.resets} resets of the array a dispatch, an odd number: linked again\n"
         shutil.rmtree(scratch)
-        job = replace(job, mlir=_with_settling_toggled(job.mlir))
+        job = replace(job, mlir=with_settling_toggled(job.mlir))
         log += link(job, scratch, failed_log)
         findings = _audit(job, scratch, log, failed_log, even=True)
     size = instructions(scratch / INTERMEDIATE, job.function).stat().st_size
@@ -170,7 +170,7 @@ def make(job: Job, scratch: Path, failed_log: Path) -> tuple[str, dict[str, Any]
     return log, {"kernel": kernel, "instruction_bytes": size, **asdict(findings)}
 
 
-def _with_settling_toggled(mlir: str) -> str:
+def with_settling_toggled(mlir: str) -> str:
     """Add the launch that settles the number of resets, or remove it."""
     module = air.parse_mlir(mlir)
     air.toggle_settling(module)
