@@ -43,6 +43,8 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
             )
         elif sizes.of_prompt:
             print(f"  {phase}: {_sum(time, found[phase])}")
+        elif sizes.after:
+            print(f"  {phase}: {_sum(time, found[phase])}; {_per_second(found[phase])}")
     for name, phases in figures["groupings"].items():
         if name != estimate.name:
             times = ", ".join(f"{phase} {milliseconds:.1f} ms" for phase, milliseconds in phases.items())

@@ -79,6 +79,8 @@ class Sizes:
     """Whether the rows are tokens that are computed as one token is."""
     of_sequences: bool = False
     """Whether each of these tokens is of a sequence of its own."""
+    after: int | None = None
+    """Positions before a single token; None: `Estimate.depth`."""
 
     @property
     def count(self) -> int:
@@ -145,17 +147,22 @@ class Estimate:
         chosen = replace(grouping, counts=tuple(self.counts), together=tuple(self.together))
         return chosen if grouping.tokens else grouping
 
+    def window(self, after: int | None = None) -> int:
+        """Return the context bucket of a token after so many others, `depth` by default, where the device attends."""
+        return context_buckets((self.depth if after is None else after) + 1)[-1]
+
     @property
-    def window(self) -> int:
-        """The context bucket of a token after `depth` others, where the device attends."""
-        return context_buckets(self.depth + 1)[-1]
+    def last(self) -> int:
+        """Positions before the last token that the context has room for."""
+        return self.positions - 1
 
     @cached_property
     def programs(self) -> list[Program]:
         """Device programs."""
         of = self.config, self.grouping, self.buckets, self.policy
         prompts = [p for p in programs(*of, self.positions) if p.bucket and not p.several]
-        tokens = [p for p in programs(*of, self.window) if not p.bucket and p.context in (None, self.window)]
+        windows = {self.window(), self.window(max(self.last, self.depth))}
+        tokens = [p for p in programs(*of, max(windows)) if not p.bucket and p.context in (None, *windows)]
         grouping = self.grouping
         several = [
             *(p for c in grouping.counts for p in self._of_several(replace(grouping, counts=(c,), together=()), c)),
@@ -205,9 +212,9 @@ class Estimate:
         """How far the times may be off, by the phase's name."""
         return ranges(lambda machine: self.at(machine).times(), self.machine)
 
-    def token(self, depth: int | None = None) -> Time:
+    def token(self) -> Time:
         """Return the time of a token after `depth` positions, host and submissions included."""
-        return summed(moment.time for moment in self.moments(depth=depth))
+        return self.time(ONE_TOKEN)
 
     def prompt(self, bucket: int, window: int = 0) -> Time:
         """Return the time of a prompt that fills a bucket; with `window`, of the last rows of a longer prompt."""
@@ -234,8 +241,10 @@ class Estimate:
         return Turns(sequences, together, tokens, low, middle, high, sequences * self.positions * appended)
 
     def phases(self) -> Iterator[tuple[str, Sizes]]:
-        """Yield name and sizes of every phase that has programs: a token, several tokens, prompts."""
+        """Yield name and sizes of every phase that has programs: tokens, several tokens, prompts."""
         yield TOKEN, ONE_TOKEN
+        if self.last > self.depth:
+            yield f"token after {self.last} others", Sizes(after=self.last)
         yield from ((f"{count} tokens at once", Sizes(count, several=True)) for count in self.grouping.counts)
         for count in self.grouping.together:
             yield _sequences(count), Sizes(count, several=True, of_sequences=True)
@@ -244,9 +253,9 @@ class Estimate:
             yield f"prompt of {bucket}", Sizes(bucket, first)
             yield from ((f"last {bucket} of a prompt of {window}", Sizes(bucket, window)) for window in more)
 
-    def moments(self, sizes: Sizes = ONE_TOKEN, depth: int | None = None) -> Iterator[Moment]:
-        """Yield, in order, what happens in a phase; tokens come after `depth` positions."""
-        before = 0 if sizes.of_prompt else self.depth if depth is None else depth
+    def moments(self, sizes: Sizes = ONE_TOKEN) -> Iterator[Moment]:
+        """Yield, in order, what happens in a phase; tokens come after `depth` positions, or `Sizes.after`."""
+        before = 0 if sizes.of_prompt else self.depth if sizes.after is None else sizes.after
         crossing = host_traffic(self.config, self.name, sizes.count, self.grouping.attends, self.policy.cache)
         running: list[Moment] = []
         touched: set[str] = set()
@@ -294,10 +303,11 @@ class Estimate:
             yield Stretch(tuple(placed for _, parts in pairs for placed in parts), names)
 
     def _program(self, group: Group, placed: Sequence[Placed], sizes: Sizes) -> str:
-        """Return the name of a group's program of these parts; without a window, the first of the bucket's."""
+        """Return the name of a group's program of these parts; of several rows without a window, the bucket's first."""
         entry, rows = entry_of(group, placed), sizes.rows if group.prompt or group.several else None
         candidates = (p for p in self.programs if p.entry == entry and p.bucket == rows)
-        return next(p.name for p in candidates if not (rows and sizes.window) or p.context in (None, sizes.window))
+        window = sizes.window if rows else self.window(sizes.after)
+        return next(p.name for p in candidates if not window or p.context in (None, window))
 
     def host_traffic(self, bucket: int) -> dict[str, int]:
         """Return the module's `host_traffic`, with the weights that the host unpacks for a prompt."""

@@ -86,7 +86,7 @@ def estimated(grouping: str) -> Estimate:
 
 def time_of(module: air.AirModule, costs: Any, machine: Machine = MACHINE) -> Time:
     (launch,) = module.launches
-    return spend(launch_work(launch, costs, shared_steps=64)[0], machine)
+    return spend(launch_work(launch, costs, shared_steps=(64, 64))[0], machine)
 
 
 # the table
@@ -209,8 +209,8 @@ def test_a_product_whose_x_passes_through_hides_it() -> None:
     assert time_of(gemm.build(tiling), tiling.costs, slow).limit == STREAM
 
 
-@pytest.mark.parametrize(("shared", "awaited"), [(1, 63), (3, 2 * 6 - 1), (16, 0)])
-def test_steps_that_share_no_descriptors_are_awaited(shared: int, awaited: int) -> None:
+@pytest.mark.parametrize(("shared", "awaited"), [((1, 1), 63), ((1, 3), 4 * 6 - 1), ((1, 16), 3)])
+def test_steps_that_share_no_descriptors_are_awaited(shared: tuple[int, int], awaited: int) -> None:
     tiling = gemm.tile(2048, 2048, 8192)
     assert tiling.steps == (4, 16)
     (launch,) = gemm.build(tiling).launches
@@ -322,14 +322,27 @@ def test_a_token_is_its_calls_submissions_and_host_work() -> None:
     estimate = estimated("fused")
     stretches = list(estimate.stretches())
     assert sum(bool(each.device) for each in stretches) == LLAMA.layers + 1
-    token = estimate.token(depth=1024)
+    token = estimate.time(Sizes(after=1024))
     assert token.by["submission"] == pytest.approx((LLAMA.layers + 1) * MACHINE.submission_us / 1e6)
     calls = [name for each in stretches for name in each.device]
     on_device = sum(row.time.seconds for name in calls for row in estimate.rows[name])
     assert token.seconds == pytest.approx(on_device + token.by["submission"] + token.by["host"])
     # Attention streams the cache: 1024 positions of 2 x 512 values in 16 layers.
-    deeper = estimate.token(depth=2048).by["host"] - token.by["host"]
+    deeper = estimate.time(Sizes(after=2048)).by["host"] - token.by["host"]
     assert deeper == pytest.approx(16 * 1024 * 2 * 512 * 2 / (MACHINE.host_read_gbps * GBPS))
+
+
+def test_a_token_at_the_end_of_the_context_reads_all_of_it() -> None:
+    config, policy = JUDGED["demo"], parse_policy("int4")
+    estimate = Estimate(config, "fused", [128], MACHINE, policy, positions=4096)
+    sizes = dict(estimate.phases())["token after 4095 others"]
+    called = [[n for stretch in estimate.stretches(each) for n in stretch.device] for each in (Sizes(), sizes)]
+    assert [{name.partition(".")[2] for name in names} for names in called] == [{"", "1024"}, {"", "4096"}]
+    moved = [sum(row.traffic.bytes for name in names for row in estimate.rows[name]) for names in called]
+    row_bytes = 2 * 2 * config.kv_heads * config.head_dim
+    assert moved[1] - moved[0] == config.layers * (4096 - 1024) * row_bytes
+    assert estimate.time(sizes).seconds > estimate.token().seconds
+    assert not [name for name in Estimate(config, "fused", [128], MACHINE, policy).times() if "token after" in name]
 
 
 def test_several_tokens_are_the_programs_that_are_compiled_for_them() -> None:
@@ -735,7 +748,7 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert not nowhere.exists(), "shapes are enough: no weights are made"
     assert "Rates measured by the selftest: ddr_gbps; all others as published." in run.stdout
-    headline, token, prompt, *_ = run.stdout.splitlines()
+    headline, token, last, prompt, *_ = run.stdout.splitlines()
     assert headline.endswith("weights bf16, grouping fused")
     found = json.loads((tmp_path / "report/estimate.json").read_text())["ranges"]["token"]
     said = re.search(
@@ -750,7 +763,8 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     ]
     narrowed = re.search(r"^What doit selftest would narrow first on an NPU: (\w+) ", run.stdout, re.MULTILINE)
     assert narrowed and narrowed[1] == next(rate["rate"] for rate in found["rates"] if rate["measured_by_selftest"])
-    assert prompt.startswith("  prompt of 128: ") and "\n  with grouping separate instead: token " in run.stdout
+    assert last.startswith("  token after 4095 others: ") and prompt.startswith("  prompt of 128: ")
+    assert "\n  with grouping separate instead: token " in run.stdout
     assert 1 <= float(run.stdout.partition("through DDR, ")[2].partition("x")[0]) <= 1.05
     assert " ms at 30 GB/s" in run.stdout
     assert "\nIt locks " in run.stdout and "the cache of 4096 positions" in run.stdout
