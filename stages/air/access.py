@@ -178,6 +178,21 @@ def _access(op: Operation, side: Side, written: bool, where: str) -> Access:
     return Access(slot, written, walk(base, side.dims), tuple(ways))
 
 
+def stride_of_steps(op: Operation, side: Side, where: str) -> int | None:
+    """Return how many elements of a slot lie between what a transfer walks in a step of the launch and in the next one.
+
+    Steps are those of the second dimension of the launch's grid. None: they are not all as far from one another.
+    """
+    launch = enclosing(op, LaunchOp)
+    assert launch is not None
+    places = {value: np.asarray(0) for value in _variables(op, side, where)}
+    places[launch.ids[1]] = np.arange(launch.shape()[1])
+    offsets = zip(side.offsets, side.strides, strict=True)
+    base = sum((_evaluate(offset, places, where) * stride for offset, stride in offsets), np.asarray(0))
+    apart = np.unique(np.diff(np.broadcast_to(base, places[launch.ids[1]].shape)))
+    return int(apart[0]) if len(apart) == 1 else None
+
+
 def _variables(op: Operation, side: Side, where: str) -> dict[SSAValue, int]:
     """Return the variables of an operation's executions, each with how many values it takes.
 

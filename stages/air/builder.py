@@ -207,8 +207,18 @@ class Builder:
 
     # hierarchy
 
-    def launch(self, columns: int = 1, rows: int = 1) -> Indices:
-        return self._level(dialect.LaunchOp, (columns, rows))
+    @contextmanager
+    def launch(self, outer: int = 1, inner: int = 1) -> Iterator[tuple[Index, Index]]:
+        """Repeat the body for a grid of steps, and yield the position in it.
+
+        Steps of the second dimension can be issued together. So a grid of one dimension is one of the second.
+        """
+        if inner == 1:
+            with self._level(dialect.LaunchOp, (1, outer)) as (one, step):
+                yield step, one
+        else:
+            with self._level(dialect.LaunchOp, (outer, inner)) as steps:
+                yield steps
 
     def segment(self) -> Indices:
         return self._level(dialect.SegmentOp, (), self._name("segment"))

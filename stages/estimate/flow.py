@@ -37,7 +37,7 @@ from stages.estimate.work import (
 from stages.kernels import Cost
 
 
-def launch_work(launch: LaunchOp, costs: Mapping[str, Cost], shared_steps: int) -> tuple[Work, Traffic]:
+def launch_work(launch: LaunchOp, costs: Mapping[str, Cost], shared_steps: Sequence[int]) -> tuple[Work, Traffic]:
     """Return the work of one launch and its DDR traffic.
 
     Args:
@@ -62,11 +62,12 @@ class _Launch:
         self.streams = streams(self.segment, self.name)
         self.cascades = analysis.cascades(launch)
 
-    def work(self, shared_steps: int) -> tuple[Work, Traffic]:
+    def work(self, shared_steps: Sequence[int]) -> tuple[Work, Traffic]:
         traffic = count_launch(self.launch)
         cores = max((math.prod(herd.shape()) for herd in analysis.walk_ops(self.segment, HerdOp)), default=0)
         steps = Repeat(math.prod(self.launch.shape()), self._chained(list(self._parts(self.segment.body.block))))
-        awaited = math.prod(-(-size // shared_steps) for size in self.launch.shape()) - 1
+        shared = zip(self.launch.shape(), shared_steps, strict=True)
+        awaited = math.prod(-(-size // together) for size, together in shared) - 1
         moved = Overlap(Amount(DDR, traffic.bytes), steps)
         return Serial(Amount(CONFIGURATION, cores), moved, Amount(STEP, awaited)), traffic
 

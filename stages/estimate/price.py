@@ -32,7 +32,7 @@ class Described(Protocol):
         """The tiling of each of these launches."""
 
     @property
-    def shared_steps(self) -> int:
+    def shared_steps(self) -> tuple[int, int]:
         """How many steps of each dimension of a launch grid are issued before one is awaited."""
 
 

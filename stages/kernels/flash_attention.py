@@ -410,7 +410,7 @@ def build(tiling: Tiling) -> AirModule:
     }
     b = air.Builder("flash_attention", types)
     over_kv, over_group = p.passes
-    with b.launch(p.seq // p.step_rows, over_kv * over_group) as (x, y), b.segment():
+    with b.launch(over_kv * over_group, p.seq // p.step_rows) as (y, x), b.segment():
         # Division only if both passes need it: the compiler must see that steps write to different places.
         kv_head = (y // over_group if over_group > 1 else y) * p.columns if over_kv > 1 else 0
         member = (y % over_group if over_kv > 1 else y) * p.group_rows if over_group > 1 else 0

@@ -26,7 +26,7 @@ from stages.model.part import Slot
 from stages.model.policy import parse_policy
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
-from stages.targets.npu2.modules import Module, build_module, step_descriptors
+from stages.targets.npu2.modules import Module, build_module, step_transfers
 from tests.conftest import A_LLAMA, outputs_of_two_runs
 from tests.support.npu_shapes import (
     BUCKETS,
@@ -456,24 +456,49 @@ def refused_for(reason: str, module: ModuleOp) -> None:
         air.check(module)
 
 
-@pytest.mark.parametrize(
-    ("name", "bucket", "steps"),
-    [("demo", 128, 4), ("llama-3.2-1b", 128, 4), ("llama-3.1-8b", 512, 4), ("llama-3.2-1b", 2048, 1)],
-)
-def test_steps_share_descriptors_as_far_as_a_queue_takes_them(name: str, bucket: int, steps: int) -> None:
-    """Steps of a core over 8192 and 14336 inputs go in a dimension of the descriptor. Steps that go in two dimensions
-    share none."""
+@pytest.mark.parametrize("bucket", [512, 2048])
+def test_all_steps_of_a_row_of_blocks_share_descriptors(bucket: int) -> None:
+    """They go in the dimension that advances whenever a descriptor is run, which holds less than 64 of them."""
+    for entry in ("prefill_attend", "prefill_up"):
+        module = prompt_module("llama-3.2-1b", entry, bucket)
+        assert any(launch.shape()[1] > 1 for launch in module.air.launches)
+        assert module.shared_steps == (1, limits.ITERATIONS - 1)
+        assert module.options == [
+            "--air-runtime-loop-tiling-sizes=1",
+            f"--air-runtime-loop-tiling-sizes={limits.ITERATIONS - 1}",
+        ]
+
+
+def prompt_module(name: str, entry: str, bucket: int) -> Module:
     found = programs(A_LLAMA, GROUPINGS["fused"], (bucket,), parse_policy("int4", matmul="bfp16"))
-    (layer,) = (program for program in found if program.bucket and not program.host and program.context == bucket)
-    module = build_module(layer, JUDGED[name].dimensions())
-    assert module.shared_steps == steps and module.options == [f"--air-runtime-loop-tiling-sizes={steps}"] * 2
+    (program,) = (each for each in found if each.entry == entry and each.context in (None, bucket))
+    return build_module(program, JUDGED[name].dimensions())
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "bucket"),
+    [
+        pytest.param("llama-3.2-1b", "prefill_down", 512, id="a step skips 512 rows of 8192: more words than a stride"),
+        pytest.param("llama-3.2-1b", "prefill_attend", 128, id="runs of 1152 elements take two dimensions"),
+    ],
+)
+def test_steps_without_a_dimension_have_descriptors_of_their_own(name: str, entry: str, bucket: int) -> None:
+    assert prompt_module(name, entry, bucket).shared_steps == (1, limits.QUEUE_DEPTH)
 
 
 def test_transfers_that_share_a_channel_queue_one_after_the_other() -> None:
     """The weight of a norm that is added to the residual comes on the channel of the residual, in each step."""
     (program,) = (each for each in family_programs("gemma3-4b", "fused", "bf16") if each.entry == "prefill_down")
     module = build_module(program, FAMILIES["gemma3-4b"].dimensions())
-    assert module.shared_steps == limits.QUEUE_DEPTH // 2
+    assert module.shared_steps == (1, limits.QUEUE_DEPTH // 2)
+
+
+def test_a_grid_of_one_dimension_is_one_of_the_second() -> None:
+    for grid, made in {(1, 4): (1, 4), (4, 1): (1, 4), (4, 2): (4, 2)}.items():
+        b = air.Builder("copy", {"x": air.memref_type((4, 2, 32)), "out": air.memref_type((4, 2, 32))})
+        with b.launch(*grid), b.segment():
+            pass
+        assert b.finish().launches[0].shape() == made
 
 
 @pytest.mark.parametrize("tile_k", [32, 64])
@@ -482,4 +507,5 @@ def test_a_loop_is_cut_where_no_dimension_is_left(cols: int, tile_k: int) -> Non
     """By the module's text, as the tiling says of itself."""
     tiling = replace(gemm.tile(128, cols, 2048, bfp16=True), tile_k=tile_k)
     (launch,) = launches(gemm.build(tiling).module)
-    assert step_descriptors(launch) == tiling.weight_descriptors
+    most = max(sum(each.descriptors for each in channel) for channel in step_transfers(launch).values())
+    assert most == tiling.weight_descriptors

@@ -20,7 +20,7 @@ from stages.kernels import flash_attention, gemm, gemv, kernels, rms_norm, rope
 from stages.model.grouping import Program
 from stages.targets.npu2.audit import Findings, audit_made
 from stages.targets.npu2.groupings import GROUPINGS
-from stages.targets.npu2.modules import build_module
+from stages.targets.npu2.modules import build_module, steps_together, tiling_options
 from stages.targets.npu2.objects import compile_tile
 from stages.targets.npu2.programs import INTERMEDIATE, Job, link, with_settling_toggled
 from stages.targets.npu2.toolchain import peano
@@ -64,9 +64,9 @@ def real() -> bool:
 
 def judged_kernel(work: Path, made: AirModule) -> Findings:
     name = made.function.sym_name.data
-    steps = 16 if name == "gemv" else 1
     variants = sorted(made.variants, key=lambda variant: variant.object)
-    return judged(work, to_mlir(made.module), name, variants, [f"--air-runtime-loop-tiling-sizes={steps}"] * 2)
+    together = (16, 16) if name == "gemv" else steps_together(made.launches)
+    return judged(work, to_mlir(made.module), name, variants, tiling_options(together))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -6,7 +6,7 @@ Kernels tile themselves; this module wires them together.
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -172,28 +172,20 @@ class Module:
         return sorted(self.air.variants, key=lambda variant: variant.object)
 
     @functools.cached_property
-    def shared_steps(self) -> int:
-        """Return N for aircc's `--air-runtime-loop-tiling-sizes`.
+    def shared_steps(self) -> tuple[int, int]:
+        """Return how many steps of each dimension of a launch grid are issued together, without awaiting one another.
 
-        In each dimension of a launch grid, N steps are issued together, without awaiting one another.
-
-        Tokens: 16. Prefill: 1 if some launch has a grid of two dimensions, because N > 1 would then take more
-        descriptors than there are, or move rows in another order than the module says; otherwise `QUEUE_DEPTH` divided
-        by the descriptors that one step queues at a channel. No core may be told which step it is in,
-        because the compiler would tell it of N steps at once.
+        Tokens: 16. Prompts: one of the first dimension, because the compiler moves rows in another order than the
+        module says if there are more; as many of the second as every launch can queue. No core may be told which step
+        it is in, because the compiler would tell it of N steps at once.
         """
-        if self.program.several or not self.program.bucket:
-            return 16
-        grids = [sum(size > 1 for size in launch.shape()) for launch in self.air.launches]
-        if max(grids) > 1:
-            return 1
-        per_step = (step_descriptors(launch) for launch, grid in zip(self.air.launches, grids, strict=True) if grid)
-        return max(1, limits.QUEUE_DEPTH // max(per_step, default=1))
+        of_tokens = self.program.several or not self.program.bucket
+        return (16, 16) if of_tokens else steps_together(self.air.launches)
 
     @property
     def options(self) -> list[str]:
         """Additional options of `aircc`."""
-        return [f"--air-runtime-loop-tiling-sizes={self.shared_steps}"] * 2
+        return tiling_options(self.shared_steps)
 
     def text(self) -> str:
         """Return the MLIR."""
@@ -208,32 +200,68 @@ class Module:
         ]
 
 
-def step_descriptors(launch: LaunchOp) -> int:
-    """Return the largest number of descriptors that one launch step queues at a channel of a shim.
+def tiling_options(shared_steps: Sequence[int]) -> list[str]:
+    """Return the options of `aircc` for `Module.shared_steps`."""
+    return [f"--air-runtime-loop-tiling-sizes={steps}" for steps in shared_steps]
+
+
+def steps_together(launches: Sequence[LaunchOp]) -> tuple[int, int]:
+    """Return `Module.shared_steps` for launches whose steps fit the queues of the shims' channels.
+
+    All steps of a transfer take the descriptors of one where they follow one another in the dimension of a descriptor
+    that advances whenever it is run. A transfer that shares its channel with others takes turns with them, so each of
+    its steps has its own.
+    """
+    most = limits.ITERATIONS - 1
+    for launch in launches:
+        channels = step_transfers(launch).values() if launch.shape()[1] > 1 else ()
+        for transfers in channels:
+            if len(transfers) > 1 or not transfers[0].advances:
+                most = min(most, limits.QUEUE_DEPTH // sum(transfer.descriptors for transfer in transfers))
+    return 1, max(1, most)
+
+
+@dataclass(frozen=True)
+class StepTransfer:
+    """A transfer between DDR and a channel of a shim, in one step of a launch."""
+
+    descriptors: int
+    """How many descriptors it queues."""
+    advances: bool
+    """Whether its last descriptor has a dimension left in which it can advance by a step of the launch."""
+
+
+def step_transfers(launch: LaunchOp) -> dict[object, list[StepTransfer]]:
+    """Return what a step of a launch queues, by the channel of a shim, in order.
 
     The loops around a transfer use the dimensions of a descriptor that its access pattern leaves free; a size that its
     field does not hold takes two dimensions. Where dimensions run out, a loop is cut into several descriptors.
-    Transfers that share a channel queue theirs one after the other.
     """
     from xdsl.dialects import scf
 
-    from stages.air import analysis
+    from stages.air import access, analysis
     from stages.air.occupancy import Segment
 
-    segment = analysis.segment_of(launch)
-    name = analysis.name_of(segment, "launch")
-    queued: Counter[object] = Counter()
-    for transfer in Segment(segment, name).transfers:
+    op = analysis.segment_of(launch)
+    name = analysis.name_of(op, "launch")
+    segment = Segment(op, name)
+    queued: dict[object, list[StepTransfer]] = defaultdict(list)
+    for transfer in segment.transfers:
         end = transfer.side(air.L3)
         if end is None:
             continue
+        side, _ = end
         loops = [loop for loop in analysis.walk_ops(launch, scf.ForOp) if loop.is_ancestor(transfer.op)]
         counts = [analysis.trip_count(loop, name) for loop in loops]
-        sizes = [*counts, *(size for size, _ in end[0].dims)]
+        sizes = [*counts, *(size for size, _ in segment.one_part(transfer, side))]
         dimensions = sum(1 if size <= limits.SHIM_DMA.wrap else 2 for size in sizes)
         cut = dimensions > limits.SHIM_DMA.dimensions
-        queued[transfer.stream()] += max(map(limits.descriptors, counts), default=1) if cut else 1
-    return max(queued.values(), default=1)
+        stride = access.stride_of_steps(transfer.op, side, name)
+        most = limits.SHIM_DMA.stride * limits.GRANULARITY_BYTES // analysis.element_bytes(side.kind)
+        advances = not cut and stride is not None and stride <= most
+        count = max(map(limits.descriptors, counts), default=1) if cut else 1
+        queued[transfer.stream()].append(StepTransfer(count, advances))
+    return queued
 
 
 def build_module(program: Program, dimensions: Dimensions) -> Module:
