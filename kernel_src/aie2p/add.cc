@@ -1,7 +1,7 @@
 // Residual add of COUNT values: out = a + b, bf16 in and out, one rounding.
 #include "tile.h"
 
-extern "C" void AIE_FN(add)(const bfloat16 *a, const bfloat16 *b, bfloat16 *out) {
+extern "C" void AIE_FN(add)(const bfloat16 *__restrict a, const bfloat16 *__restrict b, bfloat16 *__restrict out) {
     constexpr unsigned L = lanes_for(COUNT, 32);
     static_assert(COUNT % L == 0);
     use_nearest_even();

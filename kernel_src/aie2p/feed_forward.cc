@@ -56,7 +56,8 @@ void take(const uint8 *chunk, const int16 *normed, unsigned next_normed, int32 i
 
 #if TOKENS > 1
 
-extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, float *acc, bfloat16 *, bfloat16 *sums,
+extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *__restrict x, float *__restrict acc, bfloat16 *,
+                                           bfloat16 *__restrict sums,
 #ifdef SANDWICH
                                            bfloat16 *,
 #endif
@@ -75,7 +76,8 @@ extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, float *acc, bfloat16 *, 
         begin(x + token * COLS, weight, sums + token * 2 * OUTS, acc + token * SUMS, eps);
 }
 
-extern "C" void AIE_FN(feed_forward_step)(const uint8 *chunk, int32 index, float *acc, bfloat16 *inner, float *sums) {
+extern "C" void AIE_FN(feed_forward_step)(const uint8 *__restrict chunk, int32 index, float *__restrict acc,
+                                          bfloat16 *__restrict inner, float *__restrict sums) {
     use_nearest_even();
     take(chunk, reinterpret_cast<const int16 *>(sums), 2 * OUTS, index, acc, inner, sums);
 }
@@ -84,8 +86,8 @@ extern "C" void AIE_FN(feed_forward_step)(const uint8 *chunk, int32 index, float
 
 #ifdef SANDWICH
 
-extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float *acc, bfloat16 *, bfloat16 *sums,
-                                           bfloat16 *, float eps) {
+extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *__restrict x, bfloat16 *__restrict normed, float *__restrict acc,
+                                           bfloat16 *, bfloat16 *__restrict sums, bfloat16 *, float eps) {
     use_nearest_even();
     norm_row<COLS>(sums, sums + OUTS, sums, eps);
     add_row<COLS>(x, sums);
@@ -95,7 +97,8 @@ extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float 
 
 #else
 
-extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float *acc, bfloat16 *, float eps) {
+extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *__restrict x, bfloat16 *__restrict normed, float *__restrict acc,
+                                           bfloat16 *, float eps) {
     use_nearest_even();
     clear(x, COLS, ROW);
     begin(x, normed, normed, acc, eps);
@@ -103,8 +106,8 @@ extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float 
 
 #endif
 
-extern "C" void AIE_FN(feed_forward_step)(const uint8 *chunk, const bfloat16 *normed, int32 index, float *acc,
-                                          bfloat16 *inner, float *sums) {
+extern "C" void AIE_FN(feed_forward_step)(const uint8 *__restrict chunk, const bfloat16 *__restrict normed, int32 index,
+                                          float *__restrict acc, bfloat16 *__restrict inner, float *__restrict sums) {
     use_nearest_even();
     take(chunk, reinterpret_cast<const int16 *>(normed), 0, index, acc, inner, sums);
 }

@@ -9,7 +9,7 @@ using Cached = int8;
 using Cached = bfloat16;
 #endif
 
-extern "C" void AIE_FN(fa_init)(bfloat16 *q, float *acc, float *stats) {
+extern "C" void AIE_FN(fa_init)(bfloat16 *__restrict q, float *__restrict acc, float *__restrict stats) {
     use_nearest_even();
 #if KV_BITS == 8
     begin(q, acc, stats);
@@ -21,8 +21,11 @@ extern "C" void AIE_FN(fa_init)(bfloat16 *q, float *acc, float *stats) {
 #endif
 }
 
-extern "C" void AIE_FN(fa_step)(int32 k_row, const bfloat16 *q, const Cached *kv, float *acc, float *stats, float *work) {
+extern "C" void AIE_FN(fa_step)(int32 k_row, const bfloat16 *__restrict q, const Cached *__restrict kv,
+                                float *__restrict acc, float *__restrict stats, float *__restrict work) {
     attend(*reinterpret_cast<const int32 *>(q + DIM_BLOCKS * BLOCK), k_row, q, kv, acc, stats, work);
 }
 
-extern "C" void AIE_FN(fa_out)(float *acc, float *stats, bfloat16 *q) { finish(acc, stats, q); }
+extern "C" void AIE_FN(fa_out)(float *__restrict acc, float *__restrict stats, bfloat16 *__restrict q) {
+    finish(acc, stats, q);
+}

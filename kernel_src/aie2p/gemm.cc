@@ -77,11 +77,11 @@ void multiply(const bfloat16 *a, const Weight *b, float *c) {
 
 }  // namespace
 
-extern "C" void AIE_FN(gemm_zero)(float *c) {
+extern "C" void AIE_FN(gemm_zero)(float *__restrict c) {
     for (unsigned i = 0; i < TM * TN; i += HALF) aie::store_v(c + i, aie::zeros<float, HALF>());
 }
 
-extern "C" void AIE_FN(gemm_step)(const bfloat16 *a, const Weight *b, float *c) {
+extern "C" void AIE_FN(gemm_step)(const bfloat16 *__restrict a, const Weight *__restrict b, float *__restrict c) {
     use_nearest_even();
     for (unsigned i = 0; i < ROWS; i += HIGH)
         for (unsigned j = 0; j < COLS; j += WIDE)
@@ -89,7 +89,7 @@ extern "C" void AIE_FN(gemm_step)(const bfloat16 *a, const Weight *b, float *c) 
 }
 
 // Front to back: a bf16 never lands on an f32 that is still to be read.
-extern "C" void AIE_FN(gemm_out)(float *c) {
+extern "C" void AIE_FN(gemm_out)(float *__restrict c) {
     use_nearest_even();
     bfloat16 *out = reinterpret_cast<bfloat16 *>(c);
     for (unsigned i = 0; i < TM * TN; i += BLOCK)

@@ -55,16 +55,17 @@ void add_product(const bfloat16 *a, const bfloat16 *x, float *acc) {
 
 }  // namespace
 
-extern "C" void AIE_FN(gemv_zero)(float *acc) {
+extern "C" void AIE_FN(gemv_zero)(float *__restrict acc) {
     for (unsigned m = 0; m < ROWS; ++m) acc[m] = 0.0f;
 }
 
 // acc += a @ x[k0 : k0 + KC]
-extern "C" void AIE_FN(gemv_step)(const bfloat16 *a, const bfloat16 *x, int32 k0, float *acc) {
+extern "C" void AIE_FN(gemv_step)(const bfloat16 *__restrict a, const bfloat16 *__restrict x, int32 k0,
+                                  float *__restrict acc) {
     for (unsigned m = 0; m < ROWS; m += SHARING) add_product(a + m * KC, x + k0, acc + m);
 }
 
-extern "C" void AIE_FN(gemv_out)(const float *acc, bfloat16 *out) {
+extern "C" void AIE_FN(gemv_out)(const float *__restrict acc, bfloat16 *__restrict out) {
     use_nearest_even();
     // A tile may have fewer rows than the narrowest vector: round through one padded vector.
     for (unsigned m = 0; m < ROWS; m += 16) {

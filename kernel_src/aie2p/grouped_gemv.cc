@@ -87,7 +87,7 @@ void take(const uint8 *chunk, const int16 *x, unsigned index, const bfloat16 *ad
 #if NORM
 
 // x [TOKENS][INPUTS], behind it the norm's weight.
-extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc, float eps) {
+extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *__restrict x, float *__restrict acc, float eps) {
     use_nearest_even();
     const bfloat16 *weight = x + TOKENS * INPUTS;
     for (unsigned token = 0; token < TOKENS; ++token, x += INPUTS, acc += SUMS) {
@@ -98,7 +98,7 @@ extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc, float eps) {
 
 #else
 
-extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc) {
+extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *__restrict x, float *__restrict acc) {
     for (unsigned token = 0; token < TOKENS; ++token, x += INPUTS, acc += SUMS) begin(x, acc);
 }
 
@@ -107,14 +107,15 @@ extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc) {
 #if ADD || BIAS
 
 // Behind x, and the norm's weight, lies what is added, from ADDED on: `row` is the first of a core's first step, and ROW_STEP from one step to the next.
-extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 index, int32 row, float *acc,
-                                          Out *out) {
+extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *__restrict chunk, const bfloat16 *__restrict x, int32 index,
+                                          int32 row, float *__restrict acc, Out *__restrict out) {
     take(chunk, reinterpret_cast<const int16 *>(x), index, x + ADDED + row, acc, out);
 }
 
 #else
 
-extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 index, float *acc, Out *out) {
+extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *__restrict chunk, const bfloat16 *__restrict x, int32 index,
+                                          float *__restrict acc, Out *__restrict out) {
     take(chunk, reinterpret_cast<const int16 *>(x), index, x, acc, out);
 }
 

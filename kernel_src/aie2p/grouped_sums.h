@@ -19,28 +19,33 @@ constexpr unsigned HEIGHT = EDGE / 2;
 
 // A group's numbers times the inputs of Rows rows, whose others are `next` further on: whole, and so exact up to where f32
 // ends. `take` is given the sums of each row.
+//
+// Two blocks of outputs are multiplied at a time: with more accumulators in use, the products of one group could not begin
+// before the sums of the one before are scaled.
 template <unsigned Rows, typename Take>
 void products(const uint8 *numbers, const int16 *x, unsigned next, Take take) {
     static_assert(Rows <= 2 && Rows <= HEIGHT);
     const aie::vector<int16, GROUP> inputs = aie::load_v<GROUP>(x);
-    Registers<Product, LANES / EDGE> sums;
+    Registers<aie::vector<int16, GROUP>, GROUP / EDGE> rows;
     unrolled<GROUP / EDGE>([&](auto k) {
         // The matrix unit takes four rows; what stands in the others makes sums that nobody reads.
-        aie::vector<int16, GROUP> rows = aie::shuffle_down(inputs, k * EDGE);
-        if constexpr (Rows == 2) rows.insert(1, aie::load_v<EDGE>(x + next + k * EDGE));
-        unrolled<LANES / EDGE / 2>([&](auto n) {
+        rows.get(k) = aie::shuffle_down(inputs, k * EDGE);
+        if constexpr (Rows == 2) rows.get(k).insert(1, aie::load_v<EDGE>(x + next + k * EDGE));
+    });
+    Registers<aie::vector<int32, LANES>, Rows> whole;
+    unrolled<LANES / EDGE / 2>([&](auto n) {
+        Product even, odd;
+        unrolled<GROUP / EDGE>([&](auto k) {
             const Two two = numbers_at(numbers, k * (LANES / EDGE / 2) + n);
-            sums.get(std::integral_constant<unsigned, 2 * n>()).mac(rows, two.even);
-            sums.get(std::integral_constant<unsigned, 2 * n + 1>()).mac(rows, two.odd);
+            even.mac(rows.get(k), two.even);
+            odd.mac(rows.get(k), two.odd);
+        });
+        unrolled<Rows>([&](auto row) {
+            whole.get(row).insert(2 * n, even.to_accum().template extract<EDGE>(row).template to_vector<int32>());
+            whole.get(row).insert(2 * n + 1, odd.to_accum().template extract<EDGE>(row).template to_vector<int32>());
         });
     });
-    unrolled<Rows>([&](auto row) {
-        aie::vector<int32, LANES> whole;
-        unrolled<LANES / EDGE>([&](auto n) {
-            whole.insert(n, sums.get(n).to_accum().template extract<EDGE>(row).template to_vector<int32>());
-        });
-        take(row, aie::to_float<float>(whole));
-    });
+    unrolled<Rows>([&](auto row) { take(row, aie::to_float<float>(whole.get(row))); });
 }
 
 #if FACTORS

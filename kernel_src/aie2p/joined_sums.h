@@ -23,7 +23,8 @@ void round_part(const float *part, int32 index, bfloat16 *x, unsigned end = OUTS
 }  // namespace
 
 // A part of `PARTS` of what all cores up to this one make of x: of the first, it and the core's own. Of a SANDWICH without x.
-extern "C" void AIE_FN(feed_forward_first)([[maybe_unused]] const bfloat16 *x, int32 index, const float *sums, float *part) {
+extern "C" void AIE_FN(feed_forward_first)([[maybe_unused]] const bfloat16 *__restrict x, int32 index,
+                                           const float *__restrict sums, float *__restrict part) {
     use_nearest_even();
     for (unsigned token = 0; token < TOKENS; ++token, x += COLS, sums += OUTS, part += PART)
         for (unsigned i = 0; i < PART; i += EACH) {
@@ -37,7 +38,7 @@ extern "C" void AIE_FN(feed_forward_first)([[maybe_unused]] const bfloat16 *x, i
         }
 }
 
-extern "C" void AIE_FN(feed_forward_join)(const float *sums, int32 index, float *part) {
+extern "C" void AIE_FN(feed_forward_join)(const float *__restrict sums, int32 index, float *__restrict part) {
     sums += index * PART;
     for (unsigned token = 0; token < TOKENS; ++token, sums += OUTS, part += PART)
         for (unsigned i = 0; i < PART; i += EACH)
@@ -47,8 +48,8 @@ extern "C" void AIE_FN(feed_forward_join)(const float *sums, int32 index, float 
 #ifdef SANDWICH
 
 // The product is kept as bf16 in place of the core's sums, of which it takes half: of those that are in the parts so far.
-extern "C" void AIE_FN(feed_forward_last)(const float *part, int32 index, bfloat16 *x, bfloat16 *sums,
-                                          const bfloat16 *after, float eps) {
+extern "C" void AIE_FN(feed_forward_last)(const float *__restrict part, int32 index, bfloat16 *__restrict x,
+                                          bfloat16 *__restrict sums, const bfloat16 *__restrict after, float eps) {
     use_nearest_even();
     for (unsigned token = 0; token < TOKENS; ++token, part += PART, x += COLS, sums += 2 * OUTS) {
         round_part(part, index, sums);
@@ -60,7 +61,7 @@ extern "C" void AIE_FN(feed_forward_last)(const float *part, int32 index, bfloat
 
 #else
 
-extern "C" void AIE_FN(feed_forward_last)(const float *part, int32 index, bfloat16 *x) {
+extern "C" void AIE_FN(feed_forward_last)(const float *__restrict part, int32 index, bfloat16 *__restrict x) {
     use_nearest_even();
     for (unsigned token = 0; token < TOKENS; ++token, part += PART, x += COLS)
         round_part(part, index, x, token == TOKENS - 1 ? OUTS : COLS);

@@ -3,7 +3,8 @@
 
 #ifdef ADD
 
-extern "C" void AIE_FN(norm_add)(bfloat16 *x, const bfloat16 *weight, const bfloat16 *residual, float eps) {
+extern "C" void AIE_FN(norm_add)(bfloat16 *__restrict x, const bfloat16 *__restrict weight,
+                                 const bfloat16 *__restrict residual, float eps) {
     use_nearest_even();
     for (unsigned row = 0; row < ROWS; ++row, x += COLS, residual += COLS) {
         norm_row<COLS>(x, weight, x, eps);
@@ -13,7 +14,8 @@ extern "C" void AIE_FN(norm_add)(bfloat16 *x, const bfloat16 *weight, const bflo
 
 #else
 
-extern "C" void AIE_FN(rms_norm)(const bfloat16 *x, const bfloat16 *weight, bfloat16 *out, float eps) {
+extern "C" void AIE_FN(rms_norm)(const bfloat16 *__restrict x, const bfloat16 *__restrict weight,
+                                 bfloat16 *__restrict out, float eps) {
     use_nearest_even();
     for (unsigned row = 0; row < ROWS; ++row, x += COLS, out += COLS) norm_row<COLS>(x, weight, out, eps);
 }

@@ -29,9 +29,10 @@ constexpr unsigned OUT = HEADS * WIDTH;
 #endif
 
 #if NORM
-extern "C" void AIE_FN(rope)(bfloat16 *x, const bfloat16 *weight, const float *table, Out *out, float eps) {
+extern "C" void AIE_FN(rope)(bfloat16 *__restrict x, const bfloat16 *__restrict weight, const float *__restrict table,
+                             Out *__restrict out, float eps) {
 #else
-extern "C" void AIE_FN(rope)(bfloat16 *x, const float *table, Out *out) {
+extern "C" void AIE_FN(rope)(bfloat16 *__restrict x, const float *__restrict table, Out *__restrict out) {
 #endif
     use_nearest_even();
     for (unsigned row = 0; row < ROWS; ++row) {

@@ -17,8 +17,8 @@ using Known = Inputs<2, INPUTS / GROUP>;
 extern "C" void AIE_FN(shared_down_keep)(bfloat16 *, float *) {}
 
 // Units of x come first, share after share, then those of the residual.
-extern "C" void AIE_FN(shared_down_take)(const bfloat16 *arriving, int32 index, int32 column, bfloat16 *own,
-                                         bfloat16 *residual) {
+extern "C" void AIE_FN(shared_down_take)(const bfloat16 *__restrict arriving, int32 index, int32 column,
+                                         bfloat16 *__restrict own, bfloat16 *__restrict residual) {
     constexpr int32 of_share = INNER / UNIT, of_x = COLUMNS * of_share;
     const int32 unit = index - (index < of_x ? column * of_share : of_x);
     if (index < of_x && (unit < 0 || unit >= of_share)) return;
@@ -28,7 +28,8 @@ extern "C" void AIE_FN(shared_down_take)(const bfloat16 *arriving, int32 index, 
         for (unsigned i = 0; i < UNIT; i += GROUP) aie::store_v(to + i, aie::load_v<GROUP>(arriving + i));
 }
 
-extern "C" void AIE_FN(shared_down_step)(const uint8 *chunk, int32 index, float *acc, bfloat16 *own, float *sums) {
+extern "C" void AIE_FN(shared_down_step)(const uint8 *__restrict chunk, int32 index, float *__restrict acc,
+                                         bfloat16 *__restrict own, float *__restrict sums) {
     use_nearest_even();
     if (index == 0)
         for (unsigned token = 0; token < TOKENS; ++token)

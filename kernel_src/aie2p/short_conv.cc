@@ -5,8 +5,8 @@
 // are f32, from the oldest row on, and rounded before the product with C, as transformers rounds.
 #include "tile.h"
 
-extern "C" void AIE_FN(short_conv)(const bfloat16 *bcx, const bfloat16 *weight, bfloat16 *seen, bfloat16 *fresh,
-                                   bfloat16 *out) {
+extern "C" void AIE_FN(short_conv)(const bfloat16 *__restrict bcx, const bfloat16 *__restrict weight,
+                                   bfloat16 *__restrict seen, bfloat16 *__restrict fresh, bfloat16 *__restrict out) {
     constexpr unsigned L = lanes_for(COLS, BLOCK);
     static_assert(COLS % L == 0 && TAPS > 1);
     use_nearest_even();

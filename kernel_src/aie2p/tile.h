@@ -5,6 +5,9 @@
 // is taken by a product with 1: sums of f32 are rounded to the place of the larger one before they are made. The maximum
 // of f32 is emulated by tens of operations, and so are the scalar unit's products, quotients and comparisons of f32
 // (mlir-aie's notes on its kernels, measured): loops do without them.
+//
+// The buffers that a tile function is given are different ones, and its signature says so (`__restrict`): else a loop could
+// not load before what the pass before has stored. Loops run a constant number of times, so the compiler needs no hint.
 #pragma once
 
 #include <aie_api/aie.hpp>

@@ -122,8 +122,9 @@ bfloat16 *rows_of(bfloat16 *rows, [[maybe_unused]] int32 index) {
 #endif
 }
 
-extern "C" void AIE_FN(ta_row)(bfloat16 *rows NORMED(, const bfloat16 *norms), const float *table, int32 group, int32 index,
-                               Cached *fresh NORMED(, float eps)) {
+extern "C" void AIE_FN(ta_row)(bfloat16 *__restrict rows NORMED(, const bfloat16 *__restrict norms),
+                               const float *__restrict table, int32 group, int32 index,
+                               Cached *__restrict fresh NORMED(, float eps)) {
     use_nearest_even();
     table += index * ANGLES;
     take_row(rows_of(rows, index), table, group, fresh + index * KV_ROW NORMED(, norms + HD, eps));
@@ -131,19 +132,22 @@ extern "C" void AIE_FN(ta_row)(bfloat16 *rows NORMED(, const bfloat16 *norms), c
 }
 
 // Touches nothing: buffers that only a loop uses would be moved into it.
-extern "C" void AIE_FN(ta_keep)(bfloat16 * NORMED(, bfloat16 *), float *, bfloat16 *, float *, float *, float *, Cached *,
-                                Cached *, bfloat16 *) {}
+extern "C" void AIE_FN(ta_keep)(bfloat16 * NORMED(, bfloat16 *), float *, bfloat16 *, float *, float *, float *,
+                                Cached *, Cached *, bfloat16 *) {}
 
 // Of the token `own`, when it comes.
-extern "C" void AIE_FN(ta_queries)(bfloat16 *rows NORMED(, const bfloat16 *norms), const float *table, int32 group,
-                                   int32 index, int32 own, bfloat16 *q, float *acc, float *stats NORMED(, float eps)) {
+extern "C" void AIE_FN(ta_queries)(bfloat16 *__restrict rows NORMED(, const bfloat16 *__restrict norms),
+                                   const float *__restrict table, int32 group, int32 index, int32 own,
+                                   bfloat16 *__restrict q, float *__restrict acc,
+                                   float *__restrict stats NORMED(, float eps)) {
     if (index != own) return;
     use_nearest_even();
     take_queries(rows_of(rows, own), table + own * ANGLES, group, q, acc, stats NORMED(, norms, eps));
 }
 
-extern "C" void AIE_FN(ta_step)(const Cached *fresh, int32 own, int32 k_row, Cached *kv, const bfloat16 *q, float *acc,
-                                float *stats, float *work) {
+extern "C" void AIE_FN(ta_step)(const Cached *__restrict fresh, int32 own, int32 k_row, Cached *__restrict kv,
+                                const bfloat16 *__restrict q, float *__restrict acc, float *__restrict stats,
+                                float *__restrict work) {
     const int32 *positions = reinterpret_cast<const int32 *>(fresh + TOKENS * KV_ROW);
     k_row = first_key(positions[0], k_row);
     for (int32 token = 0; token <= own; ++token) insert(fresh + token * KV_ROW, positions[token] - k_row, kv);
@@ -156,16 +160,19 @@ extern "C" void AIE_FN(ta_step)(const Cached *fresh, int32 own, int32 k_row, Cac
 extern "C" void AIE_FN(ta_keep)(bfloat16 *, float *, Cached *, bfloat16 *, float *, float *, float *,
                                 bfloat16 * NORMED(, bfloat16 *, bfloat16 *)) {}
 
-extern "C" void AIE_FN(ta_init)(bfloat16 *rows NORMED(, const bfloat16 *q_norm, const bfloat16 *k_norm),
-                                const float *table, int32 group, bfloat16 *q, float *acc, float *stats,
-                                Cached *row NORMED(, float eps)) {
+extern "C" void AIE_FN(ta_init)(bfloat16 *__restrict rows
+                                NORMED(, const bfloat16 *__restrict q_norm, const bfloat16 *__restrict k_norm),
+                                const float *__restrict table, int32 group, bfloat16 *__restrict q,
+                                float *__restrict acc, float *__restrict stats,
+                                Cached *__restrict row NORMED(, float eps)) {
     use_nearest_even();
     take_row(rows, table, group, row NORMED(, k_norm, eps));
     take_queries(rows, table, group, q, acc, stats NORMED(, q_norm, eps));
 }
 
-extern "C" void AIE_FN(ta_step)(const float *table, int32 k_row, const Cached *row, const bfloat16 *q, Cached *kv,
-                                float *acc, float *stats, float *work) {
+extern "C" void AIE_FN(ta_step)(const float *__restrict table, int32 k_row, const Cached *__restrict row,
+                                const bfloat16 *__restrict q, Cached *__restrict kv, float *__restrict acc,
+                                float *__restrict stats, float *__restrict work) {
     const int32 position = position_of(table);
     k_row = first_key(position, k_row);
     insert(row, position - k_row, kv);
@@ -176,12 +183,14 @@ extern "C" void AIE_FN(ta_step)(const float *table, int32 k_row, const Cached *r
 
 #ifdef TOKENS
 // The token `own` is the `number`th of its core: row [tokens of the core], rows of the cache, out [..][MEMBERS][HD].
-extern "C" void AIE_FN(ta_out)(float *acc, float *stats, bfloat16 *q, const Cached *fresh, int32 own, int32 number,
-                               Cached *row, bfloat16 *out) {
+extern "C" void AIE_FN(ta_out)(float *__restrict acc, float *__restrict stats, bfloat16 *__restrict q,
+                               const Cached *__restrict fresh, int32 own, int32 number, Cached *__restrict row,
+                               bfloat16 *__restrict out) {
     copy_row(fresh + own * KV_ROW, row + number * KV_ROW);
     out += number * MEMBERS * HD;
 #else
-extern "C" void AIE_FN(ta_out)(float *acc, float *stats, bfloat16 *q, bfloat16 *out) {
+extern "C" void AIE_FN(ta_out)(float *__restrict acc, float *__restrict stats, bfloat16 *__restrict q,
+                               bfloat16 *__restrict out) {
 #endif
     finish(acc, stats, q);
     for (unsigned query = 0; query < QR; query += HIGH)

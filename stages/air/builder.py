@@ -328,8 +328,14 @@ class Builder:
         return self.resolve(side.value), (offsets, sizes, strides)
 
     def call(self, variant: Variant, function: str, *args: MemRef | Number | float) -> None:
-        """Call a tile function. Buffers are passed as memrefs, indices and ints as i32, floats as f32."""
+        """Call a tile function. Buffers are passed as memrefs, indices and ints as i32, floats as f32.
+
+        TypeError if it is given one buffer twice: the compiler of tile functions is told that none is another.
+        """
         values = [self._argument(arg) for arg in args]
+        buffers = [value for value in values if isinstance(value.type, MemRefType)]
+        if len(set(buffers)) < len(buffers):
+            raise TypeError(f"{function} is given one buffer twice")
         symbol = variant.symbol(function)
         signature = FunctionType.from_lists([v.type for v in values], [])
         if self._declared.setdefault(symbol, signature) != signature:

@@ -185,3 +185,14 @@ def test_macros_do_not_clash_with_template_parameters() -> None:
     """The real headers use one-letter names (M, N, K, T) as template parameters."""
     for path in KERNELS:
         assert not [m for m in re.findall(r"\b[A-Z]\b", stripped(path)) if m not in ("L", "T")], path.name
+
+
+def test_no_buffer_of_a_tile_function_is_another() -> None:
+    """A compiler that is not told must store before it loads what comes next."""
+    found = 0
+    for source in KERNELS:
+        for signature in re.findall(r'extern "C" void AIE_FN\(\w+\)\((.*?)\) \{', source.read_text(), re.DOTALL):
+            named = re.findall(r"\*(__restrict )?(\w+)", signature)
+            assert [name for told, name in named if not told] == [], source
+            found += len(named)
+    assert found > 100

@@ -493,6 +493,14 @@ def test_transfers_that_share_a_channel_queue_one_after_the_other() -> None:
     assert module.shared_steps == (1, limits.QUEUE_DEPTH // 2)
 
 
+def test_a_tile_function_is_given_a_buffer_once() -> None:
+    b = air.Builder("copy", {"x": air.memref_type((64,))})
+    variant = air.Variant.of("add", COUNT=64)
+    with b.launch(), b.segment(), b.herd(1, 1), b.alloc(air.L1, (64,), (64,)) as (x, y):
+        with pytest.raises(TypeError, match="add is given one buffer twice"):
+            b.call(variant, "add", x, y, x)
+
+
 def test_a_grid_of_one_dimension_is_one_of_the_second() -> None:
     for grid, made in {(1, 4): (1, 4), (4, 1): (1, 4), (4, 2): (4, 2)}.items():
         b = air.Builder("copy", {"x": air.memref_type((4, 2, 32)), "out": air.memref_type((4, 2, 32))})
