@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.engine.files import write_json
+from stages.engine.files import read_json, write_json
 from stages.estimate.constants import Machine
 from stages.graph import Build
 from stages.graph.needs import locked_memory
@@ -38,6 +38,12 @@ def run(build: Build) -> None:
     _report(build, machine)
 
 
+def compiled_code(directory: Path) -> dict[str, list[int]]:
+    """Return the bytes of code that each launch loads, by the name of a program that is compiled in this directory."""
+    described = {path.stem: read_json(path) for path in sorted((directory / "elf").glob("*.json"))}
+    return {name: facts["code_bytes"] for name, facts in described.items() if facts.get("code_bytes")}
+
+
 def _report(build: Build, machine: Machine) -> None:
     from stages.reports.estimate_figures import counted, figures
     from stages.reports.estimate_page import page
@@ -50,6 +56,7 @@ def _report(build: Build, machine: Machine) -> None:
     sizes["together"] = options.sequence_counts()
     estimates = {name: Estimate(config, name, *chosen, second_copy=options.second_copy, **sizes) for name in GROUPINGS}
     grouping, composed = build.grouping_name, build.grouping
+    estimates[grouping] = replace(estimates[grouping], code=compiled_code(build.directory))
     plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
     locked = locked_memory(plan, stored, composed, build.buckets, build.policy, options.second_copy)
     turns = [estimates[grouping].turns(sequences) for sequences in options.stream_list()]

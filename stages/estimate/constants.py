@@ -41,6 +41,7 @@ class Machine:
     ddr_gbps: float = _rate("ddr_gbps")
     configuration_us: float = _rate("configuration_us")
     configuration_core_us: float = _rate("configuration_core_us")
+    configuration_kib_us: float = _rate("configuration_kib_us")
     step_us: float = _rate("step_us")
     submission_us: float = _rate("submission_us")
     host_copy_gbps: float = _rate("host_copy_gbps")

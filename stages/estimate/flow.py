@@ -20,6 +20,7 @@ from stages.air.occupancy import streams
 from stages.air.traffic import Traffic, count_launch
 from stages.estimate.work import (
     CALL,
+    CODE,
     CONFIGURATION,
     DDR,
     ELEMENTWISE,
@@ -37,14 +38,17 @@ from stages.estimate.work import (
 from stages.kernels import Cost
 
 
-def launch_work(launch: LaunchOp, costs: Mapping[str, Cost], shared_steps: Sequence[int]) -> tuple[Work, Traffic]:
+def launch_work(
+    launch: LaunchOp, costs: Mapping[str, Cost], shared_steps: Sequence[int], code_bytes: int | None = None
+) -> tuple[Work, Traffic]:
     """Return the work of one launch and its DDR traffic.
 
     Args:
         costs: By tile function.
         shared_steps: How many steps of each dimension of the grid are issued together.
+        code_bytes: The code that it loads into all its cores; None: not known.
     """
-    return _Launch(launch, costs).work(shared_steps)
+    return _Launch(launch, costs).work(shared_steps, code_bytes)
 
 
 def call_work(cost: Cost) -> Work:
@@ -62,14 +66,15 @@ class _Launch:
         self.streams = streams(self.segment, self.name)
         self.cascades = analysis.cascades(launch)
 
-    def work(self, shared_steps: Sequence[int]) -> tuple[Work, Traffic]:
+    def work(self, shared_steps: Sequence[int], code_bytes: int | None) -> tuple[Work, Traffic]:
         traffic = count_launch(self.launch)
         cores = max((math.prod(herd.shape()) for herd in analysis.walk_ops(self.segment, HerdOp)), default=0)
+        loading = Amount(CONFIGURATION, cores) if code_bytes is None else Amount(CODE, code_bytes / 1024)
         steps = Repeat(math.prod(self.launch.shape()), self._chained(list(self._parts(self.segment.body.block))))
         shared = zip(self.launch.shape(), shared_steps, strict=True)
         awaited = math.prod(-(-size // together) for size, together in shared) - 1
         moved = Overlap(Amount(DDR, traffic.bytes), steps)
-        return Serial(Amount(CONFIGURATION, cores), moved, Amount(STEP, awaited)), traffic
+        return Serial(loading, moved, Amount(STEP, awaited)), traffic
 
     @staticmethod
     def _chained(parts: Sequence[tuple[Operation, Work, set[SSAValue]]]) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stages.estimate.constants import Machine
@@ -34,6 +35,10 @@ class Described(Protocol):
     @property
     def shared_steps(self) -> tuple[int, int]:
         """How many steps of each dimension of a launch grid are issued before one is awaited."""
+
+    @property
+    def code_bytes(self) -> Sequence[int]:
+        """The bytes of code that each launch loads, in order; fewer, or none, where that is not known."""
 
 
 @dataclass
@@ -71,10 +76,10 @@ def price(module: Described, machine: Machine) -> list[Priced]:
     from stages.estimate.flow import launch_work
 
     rows: dict[int, Priced] = {}
-    for launch in module.air.launches:
+    for launch, code in zip_longest(module.air.launches, module.code_bytes[: len(module.air.launches)]):
         position = part_of(launch)
         tiling = module.tilings[position] if position < len(module.tilings) else None
-        work, traffic = launch_work(launch, tiling.costs if tiling else {}, module.shared_steps)
+        work, traffic = launch_work(launch, tiling.costs if tiling else {}, module.shared_steps, code)
         time = spend(work, machine)
         if position in rows:
             row = rows[position]

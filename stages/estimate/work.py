@@ -18,8 +18,8 @@ ELEMENTWISE, SCHEDULED, CALL, CYCLES = "elementwise", "elementwise scheduled", "
 """On a core: vector operations, those that are software-pipelined, calls of tile functions, cycles."""
 STREAM, DDR = "stream", "DDR"
 """Bytes."""
-CONFIGURATION, STEP, SUBMISSION = "configuration", "step", "submission"
-"""Cores loaded for a launch; awaited launch steps; commands."""
+CONFIGURATION, CODE, STEP, SUBMISSION = "configuration", "configuration code", "step", "submission"
+"""Cores loaded for a launch, or the KiB of their code; awaited launch steps; commands."""
 HOST, HOST_COPY, HOST_READ, HOST_CALL = "host", "host copy", "host read", "host call"
 """On the host: seconds; bytes copied into buffer objects; bytes that host programs read; their calls."""
 
@@ -31,6 +31,7 @@ _SECONDS: Mapping[str, Callable[[float, Machine], float]] = {
     STREAM: lambda n, machine: n / machine.stream_gbps / 1e9,
     DDR: lambda n, machine: n / machine.ddr_gbps / 1e9,
     CONFIGURATION: lambda n, machine: (machine.configuration_us + n * machine.configuration_core_us) / 1e6,
+    CODE: lambda n, machine: (machine.configuration_us + n * machine.configuration_kib_us) / 1e6,
     STEP: lambda n, machine: n * machine.step_us / 1e6,
     SUBMISSION: lambda n, machine: n * machine.submission_us / 1e6,
     HOST: lambda n, machine: n,

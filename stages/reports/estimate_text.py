@@ -65,7 +65,7 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
     )
     for phase, size in estimate.host_traffic(estimate.buckets[-1]).items():
         print(f"A {phase} moves {size / 1024:.1f} KiB between host and device.")
-    print(f"{locked}\n{_rates(estimate.machine)}{_open_rates(figures['ranges'][TOKEN])}\n")
+    print(f"{locked}\n{_rates(estimate)}{_open_rates(figures['ranges'][TOKEN])}\n")
     print(f"One call of each program of grouping {estimate.name}:")
     table = Table(_WIDTHS.items())
     print(table.header())
@@ -91,10 +91,13 @@ def locked_line(sizes: Mapping[str, int], positions: int) -> str:
     )
 
 
-def _rates(machine: Machine) -> str:
-    if not machine.measured:
-        return "Rates: published ones, none measured on this machine (doit estimate published=1 shows them)."
-    return f"Rates measured by the selftest: {', '.join(sorted(machine.measured))}; all others as published."
+def _rates(estimate: Estimate) -> str:
+    """Return where the rates come from, and how the loading of cores is priced if their code is known."""
+    compiled = len(estimate.code.keys() & {program.name for program in estimate.programs})
+    loading = f" Loading cores takes as long as the code of {compiled} compiled programs says." if compiled else ""
+    if not (measured := estimate.machine.measured):
+        return f"Rates: published ones, none measured on this machine (doit estimate published=1 shows them).{loading}"
+    return f"Rates measured by the selftest: {', '.join(sorted(measured))}; all others as published.{loading}"
 
 
 _WIDTHS = {"": 26, ">ms": 9, "limit": 13, ">of it": 0, ">MiB": 8, ">x least": 0, ">GMAC": 8}

@@ -353,7 +353,7 @@ def test_static_data_lies_apart_from_stack_and_buffers(tmp_path: Path, place: st
         with pytest.raises(UserError, match=f"^norm, main_core_0_2.elf: {re.escape(message)}"):
             judge.audit_core("norm", core, [BUFFER])
     else:
-        assert judge.audit_core("norm", core, [BUFFER]) == data[1]
+        assert judge.audit_core("norm", core, [BUFFER]).static == data[1]
 
 
 def test_a_core_without_an_elf_is_refused(tmp_path: Path) -> None:
@@ -362,7 +362,11 @@ def test_a_core_without_an_elf_is_refused(tmp_path: Path) -> None:
     first, second = sorted(tmp_path.glob("*.elf"))
     module = air.parse_mlir(SMALL)
     renamed = first.rename(tmp_path / f"elfs_{first.name}")
-    assert judge.audit_made("norm", module, tmp_path, "norm").static_bytes == 0, "its name since July 2026"
+    found = judge.audit_made("norm", module, tmp_path, "norm")
+    assert found.static_bytes == 0, "its name since July 2026"
+    assert found.code_bytes == [64, 64], "one core in each launch"
+    second.write_bytes(core_elf(256))
+    assert sorted(judge.audit_made("norm", module, tmp_path, "norm").code_bytes) == [64, 256]
     second.write_bytes(core_elf(data=(32768, 128)))
     assert judge.audit_made("norm", module, tmp_path, "norm").static_bytes == 128
     second.write_bytes(core_elf(data=(limits.STACK_BYTES, 64)))
@@ -372,7 +376,7 @@ def test_a_core_without_an_elf_is_refused(tmp_path: Path) -> None:
         missing.unlink()
         with pytest.raises(UserError, match=rf"^norm: aiecc left {left} ELFs of 2 cores, none of \w+_core_0_2, to"):
             judge.audit_made("norm", module, tmp_path, "norm")
-    judge.audit_made("norm", module, tmp_path, "norm", linked=False)
+    assert judge.audit_made("norm", module, tmp_path, "norm", linked=False).code_bytes == []
 
 
 def test_lost_banks_are_a_note(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from stages import air
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.air.stitching import SETTLE, part_of
+from stages.commands.estimate import compiled_code
 from stages.commands.estimate import run as estimate
 from stages.engine.files import read_json, write_json
 from stages.engine.places import CONFIG, MODULES
@@ -343,6 +344,25 @@ def test_a_token_at_the_end_of_the_context_reads_all_of_it() -> None:
     assert moved[1] - moved[0] == config.layers * (4096 - 1024) * row_bytes
     assert estimate.time(sizes).seconds > estimate.token().seconds
     assert not [name for name in Estimate(config, "fused", [128], MACHINE, policy).times() if "token after" in name]
+
+
+def test_loading_takes_as_long_as_the_code_of_compiled_programs_says(tmp_path: Path) -> None:
+    config, policy = JUDGED["demo"], parse_policy("int4")
+    small = Estimate(config, "fused", [128], MACHINE, policy)
+    launches = [row for row in small.rows["decode_layer.1024"] if row.tiling]
+    (tmp_path / "elf").mkdir()
+    (tmp_path / "elf/decode_layer.1024.json").write_text(json.dumps({"code_bytes": [80 << 10] * len(launches)}))
+    (tmp_path / "elf/decode_last.json").write_text(json.dumps({"code_bytes": []}))
+    known = replace(small, code=compiled_code(tmp_path))
+    assert known.code.keys() == {"decode_layer.1024"}, "what no core was linked for is not known"
+    for row, other in zip(known.rows["decode_layer.1024"], launches, strict=False):
+        expected = 1e-6 * (MACHINE.configuration_us + 80 * MACHINE.configuration_kib_us)
+        assert row.time.by["configuration"] == pytest.approx(expected) != other.time.by["configuration"]
+    assert known.rows["decode_last"][0].time.by == small.rows["decode_last"][0].time.by
+    longer = {swing.rate for swing in known.ranges["token"].swings}
+    assert "configuration_kib_us" in longer and "configuration_kib_us" not in {
+        swing.rate for swing in small.ranges["token"].swings
+    }
 
 
 def test_several_tokens_are_the_programs_that_are_compiled_for_them() -> None:

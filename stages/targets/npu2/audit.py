@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -65,6 +66,8 @@ class Findings:
     """Maximum for a compute tile."""
     static_bytes: int = 0
     """Maximum of static data of a core: tables of tile functions, and constants that Peano keeps in memory."""
+    code_bytes: list[int] = field(default_factory=list)
+    """Bytes of code that each launch loads into its cores; empty if the cores were not linked."""
     notes: list[str] = field(default_factory=list)
     """Remarks on what is correct but could be better."""
 
@@ -100,7 +103,9 @@ def audit_made(program: str, module: ModuleOp, directory: Path, function: str, l
     placed = {name: in_device for name, in_device in buffers.items() if name in run}
     findings.notes += audit_buffers(program, placed)
     if linked:
-        findings.static_bytes = audit_cores(program, run.values(), placed, directory)
+        cores = audit_cores(program, run.values(), placed, directory)
+        findings.static_bytes = max((core.static for loaded in cores.values() for core in loaded), default=0)
+        findings.code_bytes = [sum(core.code for core in cores[made.name]) for made, _ in compiled.steps]
     stream = next(iter(directory.glob(f"*_{function}.bin")), None)
     if stream is not None:
         findings.resets = audit_stream(program, stream.read_bytes(), findings.resets)
@@ -431,10 +436,17 @@ def _check_placed(where: str, row: int, buffers: Iterable[Buffer]) -> None:
     limits.require(where, "bytes of memory", end, limits.L2_BYTES if row == 1 else limits.L1_BYTES)
 
 
+class CoreMemory(NamedTuple):
+    """Bytes that Peano put into a core's memories."""
+
+    code: int
+    static: int
+
+
 def audit_cores(
     program: str, configurations: Iterable[Configuration], placed: Mapping[str, Sequence[Buffer]], directory: Path
-) -> int:
-    """Check the ELF of every core of the configurations, and return the most bytes of static data in one.
+) -> dict[str, list[CoreMemory]]:
+    """Check the ELF of every core of the configurations, and return what each core holds, by its configuration's name.
 
     aiecc names it `DEVICE_core_COLUMN_ROW.elf`, since July 2026 with `elfs_` before that (mlir-aie #3271). No other
     check sees whether the code fits (until mlir-aie #3618), so a core without an ELF is refused.
@@ -449,24 +461,22 @@ def audit_cores(
     if missing := sorted(cores.keys() - elfs.keys()):
         found = len(cores) - len(missing)
         raise UserError(f"{program}: aiecc left {found} ELFs of {len(cores)} cores, none of {missing[0]}, to audit")
-    largest = 0
+    loaded: dict[str, list[CoreMemory]] = defaultdict(list)
     for name, (made, core) in cores.items():
         in_tile = [b for b in placed.get(made.name, ()) if (b.column, b.row) == (core.column, core.row)]
-        largest = max(largest, audit_core(program, elfs[name], in_tile))
-    return largest
+        loaded[made.name].append(audit_core(program, elfs[name], in_tile))
+    return loaded
 
 
-def audit_core(program: str, core: Path, buffers: Sequence[Buffer]) -> int:
+def audit_core(program: str, core: Path, buffers: Sequence[Buffer]) -> CoreMemory:
     """Check the code and static data of a core that Peano linked. Raises UserError.
 
     The code must fit its program memory, and the data must lie in L1 apart from stack and buffers.
-
-    Returns:
-        The bytes of static data.
     """
     where = f"{program}, {core.name}"
     sections = loaded_sections(core, where)
-    limits.require(where, "bytes of program memory", sum(s.bytes for s in sections if s.code), PROGRAM_BYTES)
+    code = sum(section.bytes for section in sections if section.code)
+    limits.require(where, "bytes of program memory", code, PROGRAM_BYTES)
     taken = [("the stack", 0, limits.STACK_BYTES), *((b.name, b.address or 0, b.bytes) for b in buffers)]
     for section in (s for s in sections if not s.code):
         start = section.address - OWN_MEMORY
@@ -478,7 +488,7 @@ def audit_core(program: str, core: Path, buffers: Sequence[Buffer]) -> int:
                 raise UserError(
                     f"{where}: {section.name} at {start} of {section.bytes} bytes overlaps {name} at {begin}"
                 )
-    return sum(section.bytes for section in sections if not section.code)
+    return CoreMemory(code, sum(section.bytes for section in sections) - code)
 
 
 _WORDS = {0: 6, 3: 7, 4: 7, 6: 1, 8: 4}

@@ -161,6 +161,8 @@ class Module:
     kernels: tuple[Kernel, ...]
     """The kernel of each launch that a part describes; `tilings` alike."""
     tilings: tuple[Tiling, ...]
+    code_bytes: Sequence[int] = ()
+    """The bytes of code that each launch loads into its cores, if the program is compiled."""
 
     @property
     def name(self) -> str:
