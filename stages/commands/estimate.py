@@ -56,7 +56,7 @@ def _report(build: Build, machine: Machine) -> None:
     sizes["together"] = options.sequence_counts()
     estimates = {name: Estimate(config, name, *chosen, second_copy=options.second_copy, **sizes) for name in GROUPINGS}
     grouping, composed = build.grouping_name, build.grouping
-    estimates[grouping] = replace(estimates[grouping], code=compiled_code(build.directory))
+    estimates[grouping] = replace(estimates[grouping], code_bytes=compiled_code(build.directory))
     plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
     locked = locked_memory(plan, stored, composed, build.buckets, build.policy, options.second_copy)
     turns = [estimates[grouping].turns(sequences) for sequences in options.stream_list()]

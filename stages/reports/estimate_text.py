@@ -93,7 +93,7 @@ def locked_line(sizes: Mapping[str, int], positions: int) -> str:
 
 def _rates(estimate: Estimate) -> str:
     """Return where the rates come from, and how the loading of cores is priced if their code is known."""
-    compiled = len(estimate.code.keys() & {program.name for program in estimate.programs})
+    compiled = len(estimate.code_bytes.keys() & {program.name for program in estimate.programs})
     loading = f" Loading cores takes as long as the code of {compiled} compiled programs says." if compiled else ""
     if not (measured := estimate.machine.measured):
         return f"Rates: published ones, none measured on this machine (doit estimate published=1 shows them).{loading}"

@@ -131,7 +131,7 @@ class Estimate:
     """Whether the host has unpacked weights for prompts before, and does not unpack them for each."""
     counts: Sequence[int] = ()
     """How many tokens of a text programs take, besides one, in groupings that have such programs."""
-    code: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    code_bytes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The bytes of code that each launch loads, by the name of a program that is compiled."""
     together: Sequence[int] = ()
     """The numbers of sequences of which programs take a token each, in groupings that have such programs."""
@@ -187,7 +187,9 @@ class Estimate:
     def modules(self) -> dict[str, Module]:
         """Modules of all device programs, by name."""
         dims = self.config.dimensions()
-        return {p.name: replace(build_module(p, dims), code_bytes=self.code.get(p.name, ())) for p in self.programs}
+        return {
+            p.name: replace(build_module(p, dims), code_bytes=self.code_bytes.get(p.name, ())) for p in self.programs
+        }
 
     @cached_property
     def rows(self) -> dict[str, list[Priced]]:

@@ -353,8 +353,8 @@ def test_loading_takes_as_long_as_the_code_of_compiled_programs_says(tmp_path: P
     (tmp_path / "elf").mkdir()
     (tmp_path / "elf/decode_layer.1024.json").write_text(json.dumps({"code_bytes": [80 << 10] * len(launches)}))
     (tmp_path / "elf/decode_last.json").write_text(json.dumps({"code_bytes": []}))
-    known = replace(small, code=compiled_code(tmp_path))
-    assert known.code.keys() == {"decode_layer.1024"}, "what no core was linked for is not known"
+    known = replace(small, code_bytes=compiled_code(tmp_path))
+    assert known.code_bytes.keys() == {"decode_layer.1024"}, "what no core was linked for is not known"
     for row, other in zip(known.rows["decode_layer.1024"], launches, strict=False):
         expected = 1e-6 * (MACHINE.configuration_us + 80 * MACHINE.configuration_kib_us)
         assert row.time.by["configuration"] == pytest.approx(expected) != other.time.by["configuration"]
