@@ -816,7 +816,10 @@ SEVERAL += ["batched_norm_", "sequences2_norm_"]
 @pytest.mark.parametrize(
     "name, change",
     [
-        *((name, _a_group_is_read_twice) for name in ("int4_gemv", "int8_gemv", "int6_gemv_f32", "rate_int4_gemv")),
+        *(
+            (name, _a_group_is_read_twice)
+            for name in ("int4_gemv", "int8_gemv", "int6_gemv_f32", "rate_int4_gemv", "rate_int6_gemv")
+        ),
         *(("int4_swiglu", _gate_for_up), ("int4_feed_forward", _a_share_is_left_out)),
         *((f"token_attention_{where}", _own_key_is_another) for where in ("first", "middle", "last")),
         *((f"int4_batched_{each}", _a_row_is_its_neighbour_s) for each in ("gemv", "feed_forward")),

@@ -80,8 +80,8 @@ def _streams(times: Times) -> dict[str, float]:
 
 
 def _rates(times: Times) -> dict[str, float]:
-    """Return rates of tile functions; that of a vector operation is the median of functions of little else."""
-    rates, vectors = {}, []
+    """Return rates of tile functions; those of vector operations are medians over functions that have them."""
+    rates, vectors, scheduled = {}, [], []
     for name in RATES:
         source = probes()[name].source
         assert isinstance(source, Resident)
@@ -95,8 +95,10 @@ def _rates(times: Times) -> dict[str, float]:
             rates[MODES.get(name, f"{short}_macs_per_cycle")] = source.macs / cycles
         if source.values:
             rates[f"{short}_values_per_cycle"] = source.values / cycles
-        if scheduled := source.costs[str(source.step[0])].scheduled:
-            rates["scheduled_cycles"] = (cycles - Machine().call_cycles) / scheduled
+        cost, working = source.costs[str(source.step[0])], cycles - Machine().call_cycles
+        if cost.scheduled:
+            scheduled.append(working / cost.scheduled)
         if name in ELEMENTWISE:
-            vectors.append((cycles - Machine().call_cycles) / source.costs[str(source.step[0])].vectors)
-    return rates | ({"vector_cycles": statistics.median(vectors)} if vectors else {})
+            vectors.append(working / cost.vectors)
+    medians = {"vector_cycles": vectors, "scheduled_cycles": scheduled}
+    return rates | {name: statistics.median(found) for name, found in medians.items() if found}

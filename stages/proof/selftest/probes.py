@@ -615,6 +615,7 @@ RATES: Mapping[str, Callable[[str], Resident]] = {
     "rate_gemm_bfp16": lambda name: resident.product(name, 1024, bfp16=True),
     "rate_gemv": lambda name: resident.vector_product(name, 4096),
     "rate_int4_gemv": lambda name: resident.grouped_product(name, 512, "int4"),
+    "rate_int6_gemv": lambda name: resident.grouped_product(name, 512, "int6"),
     "rate_flash_attention": lambda name: resident.attention(name, 256),
     "rate_silu_and_mul": lambda name: resident.by_element(name, "silu_and_mul", 512),
     "rate_add": lambda name: resident.by_element(name, "add", 4096),
