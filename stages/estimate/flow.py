@@ -45,7 +45,7 @@ def launch_work(
 
     Args:
         costs: By tile function.
-        shared_steps: How many steps of each dimension of the grid are issued together.
+        shared_steps: How many steps of each dimension of the grid are issued together at most.
         code_bytes: The code that it loads into all its cores; None: not known.
     """
     return _Launch(launch, costs).work(shared_steps, code_bytes)
@@ -71,8 +71,9 @@ class _Launch:
         cores = max((math.prod(herd.shape()) for herd in analysis.walk_ops(self.segment, HerdOp)), default=0)
         loading = Amount(CONFIGURATION, cores) if code_bytes is None else Amount(CODE, code_bytes / 1024)
         steps = Repeat(math.prod(self.launch.shape()), self._chained(list(self._parts(self.segment.body.block))))
-        shared = zip(self.launch.shape(), shared_steps, strict=True)
-        awaited = math.prod(-(-size // together) for size, together in shared) - 1
+        # The compiler cuts steps into the longest equal parts that are no longer than it is told.
+        grid = zip(self.launch.shape(), shared_steps, strict=True)
+        awaited = math.prod(size // limits.divisors(size, 1, most)[0] for size, most in grid) - 1
         moved = Overlap(Amount(DDR, traffic.bytes), steps)
         return Serial(loading, moved, Amount(STEP, awaited)), traffic
 

@@ -210,7 +210,7 @@ def test_a_product_whose_x_passes_through_hides_it() -> None:
     assert time_of(gemm.build(tiling), tiling.costs, slow).limit == STREAM
 
 
-@pytest.mark.parametrize(("shared", "awaited"), [((1, 1), 63), ((1, 3), 4 * 6 - 1), ((1, 16), 3)])
+@pytest.mark.parametrize(("shared", "awaited"), [((1, 1), 63), ((1, 3), 4 * 8 - 1), ((1, 16), 3)])
 def test_steps_that_share_no_descriptors_are_awaited(shared: tuple[int, int], awaited: int) -> None:
     tiling = gemm.tile(2048, 2048, 8192)
     assert tiling.steps == (4, 16)

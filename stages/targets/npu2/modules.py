@@ -175,7 +175,7 @@ class Module:
 
     @functools.cached_property
     def shared_steps(self) -> tuple[int, int]:
-        """Return how many steps of each dimension of a launch grid are issued together, without awaiting one another.
+        """Return how many steps of each dimension of a launch grid are issued at most before one is awaited.
 
         Tokens: 16. Prompts: one of the first dimension, because the compiler moves rows in another order than the
         module says if there are more; as many of the second as every launch can queue. No core may be told which step
