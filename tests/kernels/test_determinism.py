@@ -17,7 +17,17 @@ from stages.kernels.grouped import GROUPED
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats
 from tests.conftest import ODD_WIDTHS, build, write_checkpoint
-from tests.support.cpu_kernels_util import BF16, HOST, Kernels, Library, guarded, in_sets, machine_isas, output
+from tests.support.cpu_kernels_util import (
+    BF16,
+    HOST,
+    Kernels,
+    Library,
+    guarded,
+    in_sets,
+    in_usual_sets,
+    machine_isas,
+    output,
+)
 
 THREADS = (1, 2, 3, 4)
 CASES = 60
@@ -108,6 +118,9 @@ def test_products(teams: list[Kernels], name: str, first: int) -> None:
         compare_products(Case(teams, seed), name, ("", "_add", "_silu")[seed % 3])
 
 
+CALLED = ("append_kv_panels", "flash_attention_panels", "decode_attention_panels")
+
+
 def attended(
     case: Case,
     stored: str,
@@ -123,10 +136,7 @@ def attended(
     """
     q, k, v = tensors
     heads, kv_heads = (tensor.shape[1] // head_dim for tensor in (q, k))
-    append, attend, decode = (
-        format_kernel(name, stored)
-        for name in ("append_kv_panels", "flash_attention_panels", "decode_attention_panels")
-    )
+    append, attend, decode = (format_kernel(name, stored) for name in CALLED)
     form, blocks = formats()[stored], int(table.max()) + 1
     widths = (head_dim, -(-head_dim // PANEL_ROWS) * PANEL_ROWS)
     shapes = [form.stored_shape((blocks * kv_heads, KV_BLOCK_POSITIONS, width)) for width in widths]
@@ -149,8 +159,7 @@ def compare_attention(case: Case, stored: str) -> None:
     assert attended(case, stored, tensors, head_dim, first, case.pieces(rows), case.table(first + rows)) == whole
 
 
-@in_each_set
-@pytest.mark.parametrize("stored", KV_FORMATS.values())
+@in_usual_sets("teams", "stored", {stored: [format_kernel(CALLED[0], stored)] for stored in KV_FORMATS.values()})
 @from_seed
 def test_attention(teams: list[Kernels], stored: str, first: int) -> None:
     for seed in range(first, first + CASES):
