@@ -579,6 +579,7 @@ def test_flash_attention(teams, rng, stored, seq, pos, heads, kv_heads, head_dim
     assert_within(out, *attention(q, k, v, pos, *shape, stored))
 
 
+@pytest.mark.sampled(96)
 @in_all_formats
 @pytest.mark.parametrize("pos", [0, 1, 15, 127, 128, 255, 256, 700])
 @pytest.mark.parametrize(
@@ -593,6 +594,7 @@ def test_decode_attention(teams, rng, stored, pos, heads, kv_heads, head_dim):
     assert_within(out, *attention(q, k, v, pos, *shape, stored))
 
 
+@pytest.mark.sampled(24)
 @in_usual_sets("kernels", "stored", {stored: (*names, *IN_ROWS[stored]) for stored, names in KEPT.items()})
 @pytest.mark.parametrize("pos", [0, 1, 128, 300])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (6, 3, 34)])

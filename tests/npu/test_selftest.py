@@ -638,6 +638,7 @@ def several_alone(self: Any) -> Iterator[tuple[str, str, Callable[[], str | None
     yield from (each for each in rungs if each[0] in faults.SEVERAL.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRONG_TOGETHER)
 def test_a_fault_of_several_breaks_its_rung(name: str, model_alone: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     inject, which, what, cause, detail = WRONG_TOGETHER[name]

@@ -56,7 +56,7 @@ def outputs(made: AirModule) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [4, 8])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "form, operation, scalars, rows",
     [
