@@ -226,7 +226,7 @@ def test_flash_attention(
     assert_attended(got, want, spread, v, error, tiling.tile_k)
 
 
-@pytest.mark.parametrize("sees", [None, 50])
+@pytest.mark.parametrize("sees", [pytest.param(None, marks=pytest.mark.thorough), 50])
 def test_attention_gives_the_same_bytes_through_every_window(sees: int | None) -> None:
     """Also for fewer rows at a time, from any position on: no query depends on the others."""
 
