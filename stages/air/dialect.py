@@ -8,6 +8,7 @@ xDSL's own experimental dialect is not used: its operations have asynchronous to
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Self, TypeVar
@@ -298,6 +299,11 @@ def _verify_pattern(op: Operation, *lists: Sequence[SSAValue]) -> None:
         raise VerifyException(f"{op.name}: offsets, sizes and strides differ in length")
 
 
+@functools.cache
+def _numbers(numbers: tuple[int, ...]) -> ArrayAttr[IntegerAttr]:
+    return ArrayAttr([IntegerAttr(n, i64) for n in numbers])
+
+
 CASCADE = "npu_cascade"
 """The type of channels whose items go from a core to its neighbour by the stream between their accumulators, not by DMA
 (mlir-air, `channel_type`)."""
@@ -318,9 +324,9 @@ class ChannelOp(IRDLOperation):
     channel_type = opt_attr_def(StringAttr)
 
     def __init__(self, name: str, size: Sequence[int], broadcast_shape: Sequence[int], cascade: bool = False) -> None:
-        arrays = {"size": size, "broadcast_shape": broadcast_shape}
         attributes: dict[str, Attribute] = {
-            key: ArrayAttr([IntegerAttr(n, i64) for n in numbers]) for key, numbers in arrays.items()
+            "size": _numbers(tuple(size)),
+            "broadcast_shape": _numbers(tuple(broadcast_shape)),
         }
         if cascade:
             attributes["channel_type"] = StringAttr(CASCADE)

@@ -43,6 +43,7 @@ from tests.support.cpu_kernels_util import (
     U,
     compiled,
     guarded,
+    in_usual_sets,
     lacking_objects,
     link,
     machine_isas,
@@ -183,7 +184,7 @@ ATTENTION = [
 
 
 @pytest.mark.sampled(30)
-@pytest.mark.parametrize("prompt, token", ATTENTION)
+@in_usual_sets("kernels", "prompt, token", {pair: pair for pair in ATTENTION})
 @pytest.mark.parametrize("sees", [1, 2, 16, 17, 100, 127, 128, 129, 255, 256, 257, 300, 700])
 def test_windows(teams, rng, sees, prompt, token):
     """Against the reference; and a row is the same bits in a prompt, in its pieces and as a token."""
@@ -208,7 +209,7 @@ def test_windows(teams, rng, sees, prompt, token):
         assert (row.view(np.uint16) == whole[last - 1].view(np.uint16)).all()
 
 
-@pytest.mark.parametrize("prompt, token", [pair for pair in ATTENTION if pair[0].endswith("sinks")])
+@in_usual_sets("kernels", "prompt, token", {pair: pair for pair in ATTENTION if pair[0].endswith("sinks")})
 def test_sinks_of_any_size(teams, rng, prompt, token):
     """A sink far above all scores takes all, one far below takes nothing, one between its share: also of one score."""
     heads, head_dim, positions = 4, 16, 300
@@ -502,7 +503,7 @@ IN_ROWS = {
     "bf16": ("append_kv", "decode_attention_kv"),
     "int8_rows": ("int8_rows_append_kv", "int8_rows_decode_attention_kv"),
 }
-in_all_formats = pytest.mark.parametrize("stored", KEPT)
+in_all_formats = in_usual_sets("kernels", "stored", KEPT)
 
 
 def kept(tensor, head_dim, stored):
@@ -578,6 +579,7 @@ def test_flash_attention(teams, rng, stored, seq, pos, heads, kv_heads, head_dim
     assert_within(out, *attention(q, k, v, pos, *shape, stored))
 
 
+@pytest.mark.sampled(96)
 @in_all_formats
 @pytest.mark.parametrize("pos", [0, 1, 15, 127, 128, 255, 256, 700])
 @pytest.mark.parametrize(
@@ -592,7 +594,8 @@ def test_decode_attention(teams, rng, stored, pos, heads, kv_heads, head_dim):
     assert_within(out, *attention(q, k, v, pos, *shape, stored))
 
 
-@in_all_formats
+@pytest.mark.sampled(24)
+@in_usual_sets("kernels", "stored", {stored: (*names, *IN_ROWS[stored]) for stored, names in KEPT.items()})
 @pytest.mark.parametrize("pos", [0, 1, 128, 300])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (6, 3, 34)])
 def test_a_cache_in_rows_changes_no_bit(teams, rng, stored, pos, heads, kv_heads, head_dim):
@@ -628,7 +631,7 @@ def test_rows_come_into_panels_in_any_number(teams, rng, stored, seq, pos, heads
         assert got.tobytes() == want.tobytes()
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v"])
+@in_usual_sets("kernels", "which", dict.fromkeys("qkv", INT8))
 def test_what_is_not_a_number_stays_so_in_whole_numbers(kernels, rng, which):
     """And rows before it do not see it."""
     seq, shape = 40, (2, 1, 34)
@@ -674,8 +677,9 @@ def test_chunked_prefill_equals_one_shot_and_decode_is_close(kernels, rng):
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@in_all_formats
 @given(data=st.data())
-def test_any_shape(kernels, data):
+def test_any_shape(kernels, stored, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     rows, cols, out_cols = (data.draw(st.integers(1, most)) for most in (20, 150, 150))
     x, weight, out = normal(rng, rows, cols), normal(rng, out_cols, cols), output((rows, out_cols))
@@ -686,10 +690,9 @@ def test_any_shape(kernels, data):
     shape = (kv_heads * group, kv_heads, 2 * half)
     q = normal(rng, seq, shape[0] * shape[2])
     k, v = (normal(rng, pos + seq, kv_heads * shape[2]) for _ in range(2))
-    for stored, (_, kernel, _) in KEPT.items():
-        out = output(q.shape)
-        kernels(kernel, q, *kv_panels(k, v, *shape[1:], stored), out, seq, pos, *shape)
-        assert_within(out, *attention(q, k, v, pos, *shape, stored))
+    out = output(q.shape)
+    kernels(KEPT[stored][1], q, *kv_panels(k, v, *shape[1:], stored), out, seq, pos, *shape)
+    assert_within(out, *attention(q, k, v, pos, *shape, stored))
 
 
 # -- the team ------------------------------------------------------------------------------------

@@ -17,14 +17,26 @@ from stages.kernels.grouped import GROUPED
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats
 from tests.conftest import ODD_WIDTHS, build, write_checkpoint
-from tests.support.cpu_kernels_util import BF16, HOST, Kernels, Library, guarded, in_sets, machine_isas, output
+from tests.support.cpu_kernels_util import (
+    BF16,
+    HOST,
+    Kernels,
+    Library,
+    guarded,
+    in_sets,
+    in_usual_sets,
+    machine_isas,
+    output,
+)
 
 THREADS = (1, 2, 3, 4)
-CASES = 60
-"""This many cases of each kind run in each instruction set, and as many more before a release."""
+CASES = 30
+"""This many cases of each kind run in each instruction set, and three times as many more before a release."""
 
 
-from_seed = pytest.mark.parametrize("first", [0, pytest.param(CASES, marks=pytest.mark.thorough)], ids=["", "more"])
+from_seed = pytest.mark.parametrize(
+    "seeds", [range(CASES), pytest.param(range(CASES, 4 * CASES), marks=pytest.mark.thorough)], ids=["", "more"]
+)
 in_each_set = pytest.mark.parametrize("teams", machine_isas(), indirect=True)
 
 
@@ -103,9 +115,12 @@ def compare_products(case: Case, name: str, epilogue: str) -> None:
 
 @in_sets(["bf16", "w8a8", *(stored.name + taken for stored in GROUPED for taken in ACTIVATIONS.values())])
 @from_seed
-def test_products(teams: list[Kernels], name: str, first: int) -> None:
-    for seed in range(first // 2, (first + CASES) // 2):
+def test_products(teams: list[Kernels], name: str, seeds: range) -> None:
+    for seed in seeds[::2]:
         compare_products(Case(teams, seed), name, ("", "_add", "_silu")[seed % 3])
+
+
+CALLED = ("append_kv_panels", "flash_attention_panels", "decode_attention_panels")
 
 
 def attended(
@@ -123,10 +138,7 @@ def attended(
     """
     q, k, v = tensors
     heads, kv_heads = (tensor.shape[1] // head_dim for tensor in (q, k))
-    append, attend, decode = (
-        format_kernel(name, stored)
-        for name in ("append_kv_panels", "flash_attention_panels", "decode_attention_panels")
-    )
+    append, attend, decode = (format_kernel(name, stored) for name in CALLED)
     form, blocks = formats()[stored], int(table.max()) + 1
     widths = (head_dim, -(-head_dim // PANEL_ROWS) * PANEL_ROWS)
     shapes = [form.stored_shape((blocks * kv_heads, KV_BLOCK_POSITIONS, width)) for width in widths]
@@ -149,11 +161,10 @@ def compare_attention(case: Case, stored: str) -> None:
     assert attended(case, stored, tensors, head_dim, first, case.pieces(rows), case.table(first + rows)) == whole
 
 
-@in_each_set
-@pytest.mark.parametrize("stored", KV_FORMATS.values())
+@in_usual_sets("teams", "stored", {stored: [format_kernel(CALLED[0], stored)] for stored in KV_FORMATS.values()})
 @from_seed
-def test_attention(teams: list[Kernels], stored: str, first: int) -> None:
-    for seed in range(first, first + CASES):
+def test_attention(teams: list[Kernels], stored: str, seeds: range) -> None:
+    for seed in seeds:
         compare_attention(Case(teams, seed), stored)
 
 
@@ -200,8 +211,8 @@ def compare_convolutions(case: Case) -> None:
 
 @in_each_set
 @from_seed
-def test_rows_of_norm_rotation_activation_and_convolution(teams: list[Kernels], first: int) -> None:
-    for seed in range(first, first + CASES):
+def test_rows_of_norm_rotation_activation_and_convolution(teams: list[Kernels], seeds: range) -> None:
+    for seed in seeds:
         compare_rows(Case(teams, seed))
         compare_convolutions(Case(teams, seed))
 

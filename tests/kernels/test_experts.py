@@ -22,7 +22,7 @@ from tests.support.cpu_kernels_util import (
     format_of,
     guarded,
     in_sets,
-    machine_isas,
+    in_usual_sets,
     output,
 )
 
@@ -189,10 +189,9 @@ def test_late_threads_find_nothing_left(teams, library, name):
     np.testing.assert_array_equal(np.array(outs).view(np.uint16), np.array(alone).view(np.uint16))
 
 
-@pytest.mark.parametrize("teams", machine_isas(), indirect=True)
+@in_usual_sets("teams", "biased", {False: ["route"], True: ["route_bias"]})
 @pytest.mark.parametrize("cols, count, top", [(33, 1, 1), (64, 4, 4), (577, 40, 3), (100, 130, 8)])
 @pytest.mark.parametrize("normed", [0, 1])
-@pytest.mark.parametrize("biased", [False, True])
 def test_route(teams, cols, count, top, normed, biased):
     rng = np.random.default_rng(cols + count)
     weight = (rng.standard_normal((count, cols), np.float32) * 4 / np.sqrt(cols)).astype(BF16)

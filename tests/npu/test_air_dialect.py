@@ -22,6 +22,7 @@ from llama_npu2.errors import UserError
 from stages import air
 from stages.air import analysis, limits
 from stages.air.dialect import AIR, DmaMemcpyNdOp, HerdOp
+from stages.air.stitching import toggle_settling
 from stages.targets.npu2_sim.lower import lower
 from stages.targets.npu2_sim.objects import FENCE_BYTES
 from tests.support.air_programs import PROGRAMS, norm_twice
@@ -225,6 +226,18 @@ def test_what_does_not_fit_is_refused(slots: tuple[str, ...], wirings: tuple[dic
     parts = list(zip((copy((64,)), copy((64,), "i8")), wirings, strict=True))
     with pytest.raises(TypeError, match=reason):
         air.stitch("f", slots, parts)
+
+
+def test_what_is_outside_of_launches_is_verified_once_more() -> None:
+    """A function that does not return, and a launch that is given more than it takes."""
+    for spoil in (
+        lambda made: made.function.body.block.last_op.detach(),
+        lambda made: setattr(made.launches[0], "operands", [*made.launches[0].operands, made.function.args[0]]),
+    ):
+        made = norm_twice()
+        spoil(made)
+        with pytest.raises(VerifyException):
+            toggle_settling(made.module)
 
 
 # the package

@@ -157,7 +157,8 @@ def test_gemm_reads_x_once_per_block_of_columns() -> None:
 def test_text_is_the_same_on_every_run_and_uses_the_custom_form() -> None:
     script = (
         "import sys, hashlib; from stages import air; from tests.support.air_programs import PROGRAMS, norm_twice\n"
-        "text = ''.join(air.to_mlir(made.module) for made in (norm_twice(), *(p() for p in PROGRAMS.values())))\n"
+        "made = (norm_twice(), *(program() for program in [*PROGRAMS.values()][::4]))\n"
+        "text = ''.join(air.to_mlir(each.module) for each in made)\n"
         "sys.stdout.write(hashlib.sha256(text.encode()).hexdigest())"
     )
     assert len(outputs_of_two_runs(script)) == 1

@@ -88,7 +88,7 @@ def test_rows_have_scales_side_by_side() -> None:
         assert (np.abs(values - given.astype(np.float32)) <= 0.5001 * scale[..., None]).all()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows, heads, dim", [(16, 3, 96), (128, 2, 64), (24, 8, 128)])
 def test_a_prompts_rows_are_those_of_the_format(rows: int, heads: int, dim: int) -> None:
     """V to the bit, also where nothing has a scale; K too, after the rotation that bf16 caches hold."""
@@ -108,7 +108,7 @@ def test_a_prompts_rows_are_those_of_the_format(rows: int, heads: int, dim: int)
     assert (got[:, :, 0] == -1).all(), "V wrote where K goes"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "window, heads, kv_heads, head_dim, scores, norm",
     [
@@ -197,7 +197,7 @@ def test_tokens_at_once_have_the_bits_of_each_alone(
         cache[position + token] = row
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "seq, window, heads, kv_heads, dim, pos, scale, scores",
     [
@@ -226,7 +226,7 @@ def test_flash_attention(
     assert_attended(got, want, spread, v, error, tiling.tile_k)
 
 
-@pytest.mark.parametrize("sees", [None, 50])
+@pytest.mark.parametrize("sees", [pytest.param(None, marks=pytest.mark.thorough), 50])
 def test_attention_gives_the_same_bytes_through_every_window(sees: int | None) -> None:
     """Also for fewer rows at a time, from any position on: no query depends on the others."""
 

@@ -25,7 +25,7 @@ from stages.weights.cut import PADDED_ROWS, SHARES, padded_rows
 from stages.weights.format import Format
 from stages.weights.formats import bfp16, formats, int4, int6, int8
 from tests.conftest import A_LLAMA
-from tests.support.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
+from tests.support.cpu_kernels_util import BF16, Kernels, U, guarded, in_usual_sets, output
 from tests.support.npu_shapes import JUDGED, model
 from tests.support.sim_kernels import ULP, assert_close, empty, execute
 
@@ -156,11 +156,14 @@ def test_rows_that_are_no_panels_are_refused(rows: int) -> None:
 # the host
 
 
-@pytest.fixture(params=machine_isas())
+@pytest.fixture
 def kernels(request, library):
     team = Kernels(library, request.param, 2)
     yield team
     team.close()
+
+
+on_the_host = in_usual_sets("kernels", "form", {form: [f"{form.name}_unpack"] for form in FORMATS})
 
 
 def scalars(name: str, **sizes: int) -> list[int]:
@@ -168,7 +171,7 @@ def scalars(name: str, **sizes: int) -> list[int]:
     return [*(sizes[param.name] for param in kernel.params), *(derive(sizes) for derive in kernel.derived.values())]
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@on_the_host
 @pytest.mark.parametrize("rows, cols", [(64, 256), (48, 576), (32, 720), (192, 736)])
 def test_the_host_unpacks_blocks(kernels: Kernels, form: Format, rows: int, cols: int) -> None:
     rounded, out = stored(form, rows, cols), output((rows // 8, cols // 8, 8, 8))
@@ -185,7 +188,7 @@ def assert_unpacked(form: Format, out: np.ndarray, rounded: np.ndarray, cols: in
     assert (got != want.astype(BF16)).mean() < 2.0**-8
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@on_the_host
 def test_the_host_unpacks_parts_of_joined_matrices(kernels: Kernels, form: Format) -> None:
     joined, cols = stored(form, 192, 576), 576
     for first, rows in ((0, 96), (96, 64), (160, 32)):
@@ -202,8 +205,8 @@ def test_the_host_unpacks_parts_of_joined_matrices(kernels: Kernels, form: Forma
         scalars(f"{form.name}_unpack", out_cols=64, cols=cols, first=8, rows=192, to=0, apart=1)
 
 
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.sampled(3)
+@on_the_host
 @pytest.mark.parametrize("emb, ffn", FEED_FORWARDS[:5])
 def test_the_host_unpacks_a_feed_forward_network_in_shares(kernels: Kernels, form: Format, emb: int, ffn: int) -> None:
     both = np.concatenate([stored(form, ffn, emb, seed) for seed in (1, 2)])
@@ -219,7 +222,7 @@ def test_the_host_unpacks_a_feed_forward_network_in_shares(kernels: Kernels, for
     assert_unpacked(form, out, down, ffn)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@on_the_host
 @pytest.mark.parametrize("rows, cols", [(64, 256), (48, 720)])
 def test_the_host_unpacks_into_block_floating_point(kernels: Kernels, form: Format, rows: int, cols: int) -> None:
     """Bytes as the format has them of what it unpacks to bf16: of a matrix, and of each of two whose blocks take
@@ -241,7 +244,7 @@ def test_the_host_unpacks_into_block_floating_point(kernels: Kernels, form: Form
     assert (blocks_of_both[:, 0] == 99).all(), "blocks of the other matrix were written"
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@on_the_host
 @pytest.mark.parametrize("vocab, cols", [(40, 256), (1100, 720), (96, 2048)])
 def test_the_host_reads_a_vocabulary(kernels: Kernels, form: Format, vocab: int, cols: int) -> None:
     rng = np.random.default_rng(vocab)
@@ -260,7 +263,8 @@ def test_the_host_reads_a_vocabulary(kernels: Kernels, form: Format, vocab: int,
     assert (np.abs(logits - w64 @ x64) <= 2.0**-20 * (np.abs(w64) @ np.abs(x64))).all()
 
 
-def test_the_host_reads_halves_of_every_size(kernels: Kernels) -> None:
+@in_usual_sets("kernels", "form", {int8.FORMAT: ["int8_unpack"]})
+def test_the_host_reads_halves_of_every_size(kernels: Kernels, form: Format) -> None:
     """Scales of int8: all that are finite and not negative."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16)
     rounded = int8.GROUPED.scaled(halves.reshape(1024, 31, 1), np.full((1024, 31, 32), 3, np.int8))

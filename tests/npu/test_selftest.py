@@ -51,9 +51,8 @@ from tests.conftest import A_LLAMA, ROOT, build, doit, of_command_line, ran, unf
 from tests.npu import test_npu2_build, test_xrt
 from tests.npu.printed import missing, quoted
 from tests.support import pyxrt_standin
-from tests.support.npu_shapes import FEW as FEW_PROGRAMS
 from tests.support.pyxrt_standin import install
-from tests.support.several import SEQUENCES, build_several
+from tests.support.several import CHOSEN, SEQUENCES, build_several
 from tests.support.several import TOKENS as COUNT
 
 BUCKETS = (64, 128)
@@ -533,8 +532,7 @@ def together(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Setup
     """What the stand-in takes for a model with programs of several tokens and of several sequences; without probes."""
     directory = build_several(artifacts)
     given = {"model": str(artifacts.with_name("models") / "several"), "artifacts": str(artifacts), "weights": "int4"}
-    given |= {"target": "npu2-sim", "npu.tokens": str(COUNT), "npu.sequences": str(SEQUENCES)}
-    given |= of_command_line(FEW_PROGRAMS)
+    given |= {"target": "npu2-sim", **of_command_line(CHOSEN)}
     described, config = Build(parse_options(given)), read_config(directory / CONFIG)
     assert described.directory == directory
     manifest = Manifest.open(test_xrt.as_npu2(directory, tmp_path_factory.mktemp("together") / "npu2"))
@@ -640,6 +638,7 @@ def several_alone(self: Any) -> Iterator[tuple[str, str, Callable[[], str | None
     yield from (each for each in rungs if each[0] in faults.SEVERAL.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRONG_TOGETHER)
 def test_a_fault_of_several_breaks_its_rung(name: str, model_alone: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     inject, which, what, cause, detail = WRONG_TOGETHER[name]

@@ -146,7 +146,7 @@ def head_weights(head_dim: int, count: int, norm: rms_norm.Norm | None) -> list[
     return [random(head_dim, seed=40 + which, scale=2.0) for which in range(count)] if norm else []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "window, heads, kv_heads, head_dim, scores, norm",
     [
@@ -213,7 +213,7 @@ def token_table(position: int, head_dim: int) -> np.ndarray:
     return table
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("norm", [None, *NORMS], ids=["plain", "norm", "norm once"])
 @pytest.mark.parametrize(
     "rows, heads, head_dim, out",
@@ -274,7 +274,7 @@ def run_gemm(tiling: gemm.Tiling, x: np.ndarray, weight: np.ndarray) -> np.ndarr
     return halves[:, :, 1].reshape(tiling.rows, -1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "rows, cols, out_cols, options, x_chunk",
     [
@@ -427,14 +427,14 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seq, window, heads, kv_heads, dim, pos, scale", ATTENTION)
 def test_flash_attention(seq: int, window: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float) -> None:
     """From any position on."""
     attend(seq, window, heads, kv_heads, dim, pos, scale)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sees, pos", [(1, 0), (17, 90), (63, 0), (64, 37), (65, 128), (130, 0)])
 def test_flash_attention_over_the_last_positions(sees: int, pos: int) -> None:
     """Windows that end inside tiles of keys, at their ends and behind them."""

@@ -136,7 +136,7 @@ PREFILL = ("q_roped", "kv")
 DECODE = ("q_roped", "k_roped", "v")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [TINY, ODD], ids=["tiny", "odd"])
 @pytest.mark.parametrize(
     "name, outputs",

@@ -34,7 +34,7 @@ from stages.model.presets import PRESETS
 from stages.targets.npu2.modules import write_module
 from stages.weights.formats import formats
 from tests.npu.test_sim_kernels import token_table
-from tests.support.several import SEQUENCES, build_several
+from tests.support.several import CONTEXT, SEQUENCES, build_several
 from tests.support.several import TOKENS as COUNT
 from tests.support.sim_kernels import empty, execute, random
 from tests.support.sim_support import run
@@ -56,7 +56,7 @@ def outputs(made: AirModule) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [4, 8])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "form, operation, scalars, rows",
     [
@@ -376,8 +376,11 @@ def test_joined_steps_are_measured(
 
 
 BAD = {
-    ("kv_cache.0@pos+1x256", "kv_cache.0@pos+1x255"): "binds another sequence's rows to slot",
-    ("kv_cache.0@pos+1x256", f"kv_cache.0@pos+{SEQUENCES}x256"): f"sees another sequence than its {SEQUENCES}",
+    (f"kv_cache.0@pos+1x{CONTEXT}", f"kv_cache.0@pos+1x{CONTEXT - 1}"): "binds another sequence's rows to slot",
+    (
+        f"kv_cache.0@pos+1x{CONTEXT}",
+        f"kv_cache.0@pos+{SEQUENCES}x{CONTEXT}",
+    ): f"sees another sequence than its {SEQUENCES}",
     ("token_table@pos+1x0", "token_table@pos+1x1"): "binds another sequence's rows to slot",
     ("x.0", "x.0@pos+1x0"): "binds another sequence's rows to slot",
 }
@@ -387,7 +390,8 @@ BAD = {
 def test_places_of_sequences_are_checked(reference: str, changed: str, directory: Path) -> None:
     content = json.loads((directory / "manifest.json").read_text())
     check_manifest(content)
-    buffers = next(c["buffers"] for c in content["plans"][f"sequences@{SEQUENCES}@256"] if reference in c["buffers"])
+    calls = content["plans"][f"sequences@{SEQUENCES}@{CONTEXT}"]
+    buffers = next(call["buffers"] for call in calls if reference in call["buffers"])
     buffers[buffers.index(reference)] = changed
     with pytest.raises(ValueError, match=re.escape(BAD[reference, changed])):
         check_manifest(content)
@@ -397,15 +401,15 @@ def test_a_place_ends_where_the_next_begins(directory: Path) -> None:
     """A prompt's programs, and those of a single token, have the first one alone."""
     content = json.loads((directory / "manifest.json").read_text())
     cache = content["buffers"]["kv_cache.0"]
-    assert cache["sequences"] == SEQUENCES and cache["shape"][0] == SEQUENCES * 256
-    cache["shape"][0] = SEQUENCES * 255
-    with pytest.raises(ValueError, match="binds 130560 bytes to slot kv_window, which needs 131072"):
+    assert cache["sequences"] == SEQUENCES and cache["shape"][0] == SEQUENCES * CONTEXT
+    cache["shape"][0] = SEQUENCES * (CONTEXT - 1)
+    with pytest.raises(ValueError, match="binds 65024 bytes to slot kv_window, which needs 65536"):
         check_manifest(content)
     cache["sequences"] = 7
     with pytest.raises(ValueError, match=r"buffers\.kv_cache\.0 is no cache of 7 sequences"):
         check_manifest(content)
-    content["plans"]["decode@256"][1]["buffers"][-2] = "kv_cache.0@pos+1x256"
-    cache |= {"shape": [SEQUENCES * 256, cache["shape"][1]], "sequences": SEQUENCES}
+    content["plans"][f"decode@{CONTEXT}"][1]["buffers"][-2] = f"kv_cache.0@pos+1x{CONTEXT}"
+    cache |= {"shape": [SEQUENCES * CONTEXT, cache["shape"][1]], "sequences": SEQUENCES}
     with pytest.raises(ValueError, match="sees another sequence than its 1"):
         check_manifest(content)
 

@@ -26,7 +26,7 @@ from tests.fuzz.parsers import ARTIFACTS, PARSERS, Parser
 from tests.fuzz.parsers import Run as FuzzRun
 
 COUNT = {"artifacts": 6, "manifest": 8, "plan": 8, "template": 8, "schedules": 3}
-"""How many inputs a parser gets. The others, which take less time, get 20."""
+"""How many inputs a parser gets. The others, which take less time, get 10."""
 
 
 def fuzz_manifests(name: str, directories: list[Path], monkeypatch: pytest.MonkeyPatch, count: int) -> run.Result:
@@ -38,7 +38,7 @@ def fuzz_manifests(name: str, directories: list[Path], monkeypatch: pytest.Monke
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", PARSERS)
 def test_damaged_files_are_read_or_one_line(name: str, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = fuzz_manifests(name, [demo], monkeypatch, COUNT.get(name, 20))
+    result = fuzz_manifests(name, [demo], monkeypatch, COUNT.get(name, 10))
     assert not result.findings, next(iter(result.findings.items()))
     assert result.outcomes["ran"]
 

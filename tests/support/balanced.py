@@ -1,56 +1,69 @@
 """How many workers of xdist there are, and what each runs: the tests of a file together, files that take long first.
 
 What takes long is known from the last run; before the first, from `_USUAL`. The tests of the host's kernels are divided
-by instruction set, too.
+by instruction set, too. Files whose tests import transformers, which takes four seconds, go to one worker.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+ROOT = Path(__file__).parents[2]
 _KEY = "llama-npu2/seconds"
+_WITH_TRANSFORMERS = "with transformers"
+_COMPARES = re.compile(r"""mark\.verify|importorskip\("torch""")
 _KERNELS = ("amx", "avx512bf16", "avx2", "portable", "neon")
 
 _USUAL = {
-    "tests/npu/test_npu2_sim.py": 60,
-    "tests/npu/test_lanes.py": 55,
-    "tests/pipeline/test_dag.py": 55,
-    "tests/npu/test_selftest.py": 45,
-    "tests/kernels/test_families.py": 40,
-    "tests/npu/test_xrt.py": 30,
-    "tests/security/test_bad_inputs.py": 25,
-    "tests/runtime/test_runtime.py": 25,
-    "tests/npu/test_estimate.py": 25,
-    "tests/npu/test_sim_kernels.py": 20,
-    "tests/npu/test_npu2_build.py": 10,
-    "tests/pipeline/test_streams.py": 20,
-    "tests/pages/test_chat_page.py": 20,
-    "tests/npu/test_sim_programs.py": 20,
+    _WITH_TRANSFORMERS: 140,
+    "tests/npu/test_selftest.py": 60,
+    "tests/npu/test_npu2_sim.py": 50,
+    "tests/npu/test_int8_caches.py": 35,
+    "tests/npu/test_lanes.py": 35,
+    "tests/npu/test_xrt.py": 25,
+    "tests/pipeline/test_dag.py": 25,
+    "tests/runtime/test_runtime.py": 20,
+    "tests/npu/test_tokens.py": 20,
+    "tests/pipeline/test_fleet.py": 20,
     "tests/runtime/test_serve.py": 20,
     "tests/security/test_hostile_requests.py": 20,
-    "tests/unit/test_weights.py": 15,
-    "tests/unit/test_importers.py": 15,
-    "tests/unit/test_calibration.py": 15,
-    "tests/security/test_hostile_files.py": 15,
-    "tests/pipeline/test_diagnose.py": 15,
-    "tests/npu/test_air_modules.py": 15,
-    "tests/security/test_fuzz.py": 15,
+    "tests/npu/test_npu2_build.py": 15,
+    "tests/npu/test_sim_kernels.py": 15,
+    "tests/npu/test_estimate.py": 15,
+    "tests/pipeline/test_fit.py": 10,
+    "tests/security/test_bad_inputs.py": 10,
+    "tests/runtime/test_schedules.py": 10,
+    "tests/security/test_hostile_files.py": 10,
+    "tests/npu/test_sim_programs.py": 10,
+    "tests/kernels/test_experts.py": 10,
 }
 """Seconds of the longest units. Others take about `_SECONDS_A_TEST`."""
-_SECONDS_A_TEST = 0.15
+_SECONDS_A_TEST = 0.08
 
 _seconds: Counter[str] = Counter()
+
+
+@cache
+def _compares(file: str) -> bool:
+    """Whether tests of a file import transformers."""
+    path = ROOT / file
+    return "/npu/" not in file and path.is_file() and bool(_COMPARES.search(path.read_text()))
 
 
 def unit(nodeid: str) -> str:
     """Return a name for the tests that one worker runs, one after the other."""
     file, _, rest = nodeid.partition("::")
+    if _compares(file):
+        return _WITH_TRANSFORMERS
     parameters = rest.partition("[")[2].removesuffix("]").split("-")
     return " ".join([file, *(isa for isa in _KERNELS if "_kernels" in file and isa in parameters)])
 

@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -41,20 +41,32 @@ U32 = 2.0**-24  # unit roundoff of f32
 HOST = {name: kernel for name, kernel in all_kernels().items() if kernel.host}
 PLAIN_ISA = "neon" if platform.machine() == "aarch64" else "portable"
 
-_APART = [*(form.name for form in GROUPED), "w8a8"]
-"""The formats whose kernels take most of the time that compiling takes."""
 _USUAL_SETS = {
     "int4": ("amx", "avx512bf16"),
     "int6": ("avx512bf16",),
     "int8": ("amx", "avx512bf16"),
+    "w8a8": ("amx",),
     "int4_f32": ("portable",),
-    "int8_f32": ("avx2",),
+    "int8_f32": ("portable",),
     "int8_f32_16": ("portable",),
     "mxfp4": ("avx2",),
-    "w8a8": ("portable",),
+    "int4_f32_a8": ("avx512bf16",),
+    "int8_f32_16_moe": ("avx2",),
+    "int8_a8_moe": ("portable",),
+    "moe": ("avx512bf16", "avx2"),
+    "route": ("avx512bf16", "portable"),
+    "attention_kv": ("amx", "avx512bf16"),
+    "int8_rows_attention": ("amx", "avx512bf16", "avx2"),
+    "int8_rows_attention_kv": ("amx", "avx2"),
+    "int4_lanes": ("avx512bf16",),
+    "int6_lanes": ("avx2",),
+    "int8_lanes": ("portable",),
 }
-"""The sets in which plain pytest tests the products of a format. Objects with tiles or vectors of 16 take longest to
-compile: in those sets it tests formats that builds in other tests compile as well."""
+"""Source -> the sets in which plain pytest tests its kernels, of those that take long to compile. Objects with tiles or
+vectors of 16 take longest: in those sets it tests what builds in other tests compile as well. All kinds of kernels, and
+all formats, are tested in some set, and all sets with some kernel of each kind."""
+_APART = {*_USUAL_SETS, *(each.source for each in HOST.values() if each.stored in (*(f.name for f in GROUPED), "w8a8"))}
+"""The sources that take most of the time that compiling takes. Each is compiled when a test calls its kernels."""
 
 # Entries for tests of the team, and what they take.
 _TEAM_ENTRIES = {"nothing": (), "nap": (), "count": ("tensor", "int64", "int64"), "late": ("tensor",)}
@@ -114,8 +126,8 @@ def compiled(source: str, cache: Path) -> Path:
 
 
 def of_source(source: str) -> list[Kernel]:
-    """Return the kernels of a source whose weights are in groups; all kernels but those for an empty name."""
-    return [each for each in HOST.values() if (each.source if each.stored in _APART else "") == source]
+    """Return the kernels of a source that is compiled apart; all kernels of the others for an empty name."""
+    return [each for each in HOST.values() if (each.source if each.source in _APART else "") == source]
 
 
 def glue(called: Sequence[Kernel], sets: Sequence[str]) -> str:
@@ -134,8 +146,8 @@ def _entry(kernel: Kernel) -> str:
 class Library:
     """The kernels in shared objects, each made from objects of builds when one of the parallel workers first needs it.
 
-    One has the team and all kernels but those for weights in groups, in every set of this machine. Each source of those
-    has one for each set.
+    One has the team and all kernels but those of `_APART`, in every set of this machine. Each source of those has one
+    for each set.
     """
 
     def __init__(self, shared: Path, cache: Path):
@@ -161,8 +173,7 @@ class Library:
         else:
             every = self._shared / "kernels.so"
             if not every.exists():
-                apart = {kernel.source for kernel in HOST.values() if kernel.stored in _APART}
-                stems = {path.stem for path in CPU.glob("*.cc")} - apart
+                stems = {path.stem for path in CPU.glob("*.cc")} - _APART
                 objects = {name for stem in stems for name in objects_of(stem)} - {*lacking_objects()}
                 self._link("kernels", sorted(objects), glue(of_source(""), sets_of_machine()) + _TEAM_SOURCE, every)
             shutil.copy(every, part)
@@ -190,29 +201,32 @@ def in_sets(names: Iterable[str], kernel: str = "gemm") -> pytest.MarkDecorator:
     `kernel`: one that the test calls. Compiling the kernels of all formats for all sets takes minutes, so cases are
     thorough where `_is_usual` says no.
     """
-    cases = [(isa, name, HOST[format_kernel(kernel, name)]) for isa in machine_isas() for name in names]
-    return pytest.mark.parametrize(
-        "teams, name",
-        [
-            pytest.param(isa, name, marks=() if _is_usual(isa, made) else pytest.mark.thorough)
-            for isa, name, made in cases
-        ],
-        indirect=["teams"],
-    )
+    return in_usual_sets("teams", "name", {name: [format_kernel(kernel, name)] for name in names})
+
+
+def in_usual_sets(fixture: str, names: str, cases: Mapping[Any, Iterable[str]]) -> pytest.MarkDecorator:
+    """Parametrise a test of a fixture that takes a set of this machine, and of `names` of one parameter or several.
+
+    `cases`: the values of those -> the kernels that the test calls. Where plain pytest does not test one of them in a
+    set, the case is thorough.
+    """
+    made = []
+    for isa in machine_isas():
+        for given, called in cases.items():
+            marks = () if all(_is_usual(isa, HOST[name]) for name in called) else pytest.mark.thorough
+            values = given if isinstance(given, tuple) else (given,)
+            label = "-".join(str(getattr(each, "name", each)) for each in (isa, *values))
+            made.append(pytest.param(isa, *values, marks=marks, id=label))
+    return pytest.mark.parametrize(f"{fixture}, {names}", made, indirect=[fixture])
 
 
 def _is_usual(isa: str, kernel: Kernel) -> bool:
-    """Whether plain pytest tests a kernel in a set: the products of each format in those of `_USUAL_SETS`, and of every
-    second format in the best set experts, or products with activations in 8 bits."""
-    if kernel.stored not in _APART:
+    """Whether plain pytest tests a kernel in a set."""
+    if kernel.source not in _APART:
         return True
-    best, number = machine_isas()[0], _APART.index(kernel.stored)
-    sources = sorted({each.source for each in HOST.values() if each.stored == kernel.stored and each.host})
-    sources = [source for source in sources if not source.endswith("_lanes")]
-    usual = [PLAIN_ISA if each == "portable" else each for each in _USUAL_SETS.get(kernel.stored, ())]
-    if isa in ([each for each in usual if each in machine_isas()] or [best]) and kernel.source == sources[0]:
-        return True
-    return isa == best and number % 2 == 1 and kernel.source == sources[(number // 2 + 1) % len(sources)]
+    usual = [PLAIN_ISA if each == "portable" else each for each in _USUAL_SETS.get(kernel.source, ())]
+    found = [each for each in usual if each in machine_isas()]
+    return isa in (found or machine_isas()[: len(usual)])
 
 
 def build_object(source: Path, output: Path, *flags: str) -> Path:
@@ -260,7 +274,7 @@ class Kernels:
 
     def _entry(self, name: str) -> ctypes.c_void_p:
         library = self.lib
-        if name in HOST and HOST[name].stored in _APART:
+        if name in HOST and HOST[name].source in _APART:
             source = HOST[name].source
             library = self._apart.get(source) or self._apart.setdefault(source, self._loaded(source))
         return ctypes.cast(getattr(library, f"entry_{name}"), ctypes.c_void_p)

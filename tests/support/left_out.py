@@ -35,10 +35,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_all_but_samples(items: list[pytest.Item]) -> None:
-    """Mark the cases of tests marked `sampled(count)` as thorough, except for so many, evenly spread."""
+    """Mark the cases of tests marked `sampled(count)` as thorough, except for so many, evenly spread.
+
+    Of cases that are thorough anyway, none is one of those.
+    """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("slow", "thorough"))):
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_test in cases.values():
         (count,) = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]

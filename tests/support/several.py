@@ -13,6 +13,9 @@ from tests.support.npu_shapes import FEW
 
 TOKENS, SEQUENCES = COUNTS[-1], 4
 """How many of one sequence, and of how many sequences one each."""
+CONTEXT = 128
+CHOSEN: dict[str, object] = {**FEW, "context": CONTEXT, "tokens": str(TOKENS), "sequences": str(SEQUENCES)}
+"""Choices with which each program has one window."""
 
 
 def build_several(artifacts: Path) -> Path:
@@ -21,5 +24,4 @@ def build_several(artifacts: Path) -> Path:
     with FileLock(artifacts.with_name("several.lock")):
         if not model.exists():
             shutil.copytree(ROOT / "models/demo", model)
-        chosen = {"tokens": str(TOKENS), "sequences": str(SEQUENCES)}
-        return build(model, artifacts, target="npu2-sim", weights="int4", **chosen, **FEW)
+        return build(model, artifacts, target="npu2-sim", weights="int4", **CHOSEN)

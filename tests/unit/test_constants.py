@@ -65,7 +65,7 @@ def assertions() -> list[tuple[str, str]]:
     return [(str(p.relative_to(KERNELS)), name) for p in files for name, _ in EXPECTED.findall(p.read_text())]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, source", [(name, source) for name, sources in READERS.items() for source in sources])
 @pytest.mark.parametrize("factor", [0.5, 1, 2])
 def test_a_constant_changed_in_python_does_not_compile(
@@ -76,7 +76,7 @@ def test_a_constant_changed_in_python_does_not_compile(
     assert ("static assertion failed" in errors) == (factor != 1), errors
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("file, name", assertions())
 def test_a_constant_changed_in_cpp_does_not_compile(file: str, name: str, tmp_path: Path) -> None:
     changed = Path(shutil.copytree(KERNELS, tmp_path / "kernel_src"))
