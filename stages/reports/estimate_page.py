@@ -50,13 +50,15 @@ def page(figures: Figures) -> Page:
         f"{_between(found)}, most of it limited by {_most(token)}.",
     )
     shown.add("In short", *_summary(figures))
-    shown.add("Time line of a token", *_time_line(figures, TOKEN))
-    prompts = [phase for phase in figures["phases"] if phase != TOKEN]
-    first, *others = [
+    prompts = [phase for phase in figures["phases"] if "prompt" in phase]
+    of_tokens = [phase for phase in figures["phases"] if phase != TOKEN and phase not in prompts]
+    tokens = [details(_phase_title(figures, phase), *_time_line(figures, phase)) for phase in of_tokens]
+    shown.add("Time line of a token", *_time_line(figures, TOKEN), *tokens)
+    first, *later = [
         details(_phase_title(figures, name), *_time_line(figures, name), opened=not at)
         for at, name in enumerate(prompts)
     ]
-    more = [details(f"{len(others)} other sizes", *others)] if others else []
+    more = [details(f"{len(later)} other sizes", *later)] if later else []
     shown.add("Time lines of prompts", first, *more)
     shown.add("DDR by slot", *_traffic(figures))
     shown.add("What launches take of the array", *_array(figures))
@@ -197,8 +199,8 @@ def _sums(alike: Mapping[tuple[str, str], Sequence[Figures]], whole: float) -> M
 def _traffic(figures: Figures) -> Iterator[Markup]:
     """Yield traffic of each phase by slot (an argument of a program), and of each program by launch."""
     yield _slots_of(figures, TOKEN)
-    prompts = [details(phase, _slots_of(figures, phase)) for phase in figures["phases"] if phase != TOKEN]
-    yield details(f"{len(prompts)} sizes of prompts, by slot", *prompts)
+    others = [details(phase, _slots_of(figures, phase)) for phase in figures["phases"] if phase != TOKEN]
+    yield details(f"{len(others)} other phases, by slot", *others)
     programs = [details(name, _slots(program["launches"])) for name, program in figures["programs"].items()]
     yield details(f"{len(programs)} programs, one call each, by launch", *programs)
 

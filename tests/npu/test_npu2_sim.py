@@ -282,6 +282,13 @@ def test_the_page_of_an_estimate(estimated: Path, look_at: Look) -> None:
     assert look_at(estimated / "estimate.html") == []
 
 
+def test_time_lines_of_tokens_come_before_those_of_prompts(estimated: Path) -> None:
+    text = (estimated / "estimate.html").read_text()
+    heads = ("Time line of a token", "<summary>token after 2047 others: ", "Time lines of prompts", "<summary>prompt of 64: ")
+    places = [text.index(head) for head in heads]
+    assert places == sorted(places)
+
+
 def test_submissions_and_traffic(fused: Path) -> None:
     """A prompt takes three programs per layer, a token layers + 1; weights are read once per token."""
     llm = load(fused)
