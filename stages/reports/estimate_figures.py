@@ -18,7 +18,7 @@ from stages.estimate.price import Priced
 from stages.estimate.ranges import Range
 from stages.estimate.work import Time, summed
 from stages.proof.selftest.measure import RATES_OF_TABLE
-from stages.reports.estimated import Estimate, Moment, Turns, total
+from stages.reports.estimated import Estimate, Moment, Sizes, Turns, total
 from stages.targets.npu2.modules import Module
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def figures(
         "depth": estimate.depth,
         "token_bytes": {"moved": moved, "weights": weights},
         "groupings": {name: one.times() for name, one in estimates.items()},
-        "phases": {phase: _phase(list(estimate.moments(sizes))) for phase, sizes in estimate.phases()},
+        "phases": {phase: _phase(sizes, list(estimate.moments(sizes))) for phase, sizes in estimate.phases()},
         "ranges": {phase: _range(found) for phase, found in estimate.ranges.items()},
         "streams": [asdict(each) for each in turns],
         "programs": {name: _program(rows) for name, rows in estimate.rows.items()},
@@ -51,10 +51,11 @@ def figures(
     }
 
 
-def _phase(moments: list[Moment]) -> dict[str, Any]:
+def _phase(sizes: Sizes, moments: list[Moment]) -> dict[str, Any]:
     """Describe a phase by its moments, which follow one another."""
     described = [{"side": m.side, "program": m.program, "what": m.what, **_time(m.time)} for m in moments]
-    return {**_time(summed(moment.time for moment in moments)), "moments": described}
+    time = _time(summed(moment.time for moment in moments))
+    return {**time, "of_prompt": sizes.of_prompt, "moments": described}
 
 
 def _range(found: Range) -> dict[str, Any]:

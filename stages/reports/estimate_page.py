@@ -50,7 +50,7 @@ def page(figures: Figures) -> Page:
         f"{_between(found)}, most of it limited by {_most(token)}.",
     )
     shown.add("In short", *_summary(figures))
-    prompts = [phase for phase in figures["phases"] if "prompt" in phase]
+    prompts = [phase for phase, about in figures["phases"].items() if about["of_prompt"]]
     of_tokens = [phase for phase in figures["phases"] if phase != TOKEN and phase not in prompts]
     tokens = [details(_phase_title(figures, phase), *_time_line(figures, phase)) for phase in of_tokens]
     shown.add("Time line of a token", *_time_line(figures, TOKEN), *tokens)
