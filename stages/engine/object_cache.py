@@ -61,7 +61,7 @@ def cached_object(
             os.utime(entry)  # when it was used last
     else:
         with tree.opened(inside, create=True):
-            partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}.o")
+            partial = output.with_name(f".{output.stem}.{os.getpid()}-{threading.get_ident()}.o")
         try:
             read = list(make(partial))
             names = [str(path.relative_to(ROOT)) for path in read]

@@ -60,7 +60,7 @@ def root(tmp_path: Path) -> Path:
     write(root / "random-x/checkpoint/generated-from")
     write(root / ".cache/objects/gemm-1.json")
     write(root / ".cache/objects/gemm-1.o", "object")
-    write(root / ".cache/objects/gemm-2.123-4.o", "half an object")
+    write(root / ".cache/objects/.gemm-2.123-4.o", "half an object")
     write(root / "model/README", "the user's own")
     return root
 
@@ -73,7 +73,7 @@ def paths(root: Path, items: list[Unneeded]) -> dict[str, list[str]]:
 
 
 UNNEEDED = {
-    "abandoned work": [".cache/objects/gemm-2.123-4.o", "model/cpu/build/work/weights", "model/cpu/elf/.host.so.abc"],
+    "abandoned work": [".cache/objects/.gemm-2.123-4.o", "model/cpu/build/work/weights", "model/cpu/elf/.host.so.abc"],
     "old outputs": ["model/cpu/elf/gone.so"],
     "incomplete": ["model/npu2"],
     "checkpoint": ["random-x/checkpoint"],

@@ -394,6 +394,7 @@ def test_objects_that_somebody_put_into_the_cache(tmp_path: Path, become: Become
 
     cached = cached_object(tmp_path / "cache", "x", "c++", [], make)
     assert cached_object(tmp_path / "cache", "x", "c++", [], make) == cached and len(made) == 1
+    assert made[0].name.startswith("."), "copies of the cache leave out an object that is not whole"
     become("carl")
     assert cached_object(tmp_path / "cache", "x", "c++", [], make).path.read_bytes() == b"own"
     assert len(made) == 2, "an entry of another user is made again"
