@@ -275,7 +275,7 @@ def measured(server: Server) -> dict[str, float]:
     found = server.ask("/metrics")
     assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = {each.name: each for each in text_string_to_metric_families(found.content.decode())}
-    assert all(each.documentation and each.type != "unknown" for each in families.values())
+    assert all(each.documentation.endswith(".") and each.type != "unknown" for each in families.values())
     samples = [sample for each in families.values() for sample in each.samples]
     assert all(sample.labels.pop("model") == "demo" for sample in samples)
     return {sample.name + sample.labels.get("le", ""): sample.value for sample in samples}

@@ -39,11 +39,7 @@ def _of_engine(name: str, model: Model) -> int:
 
 
 _ENGINE = {
-    f"engine_{each.name}_total": (
-        f"The engine's {each.name}, since the server started.",
-        partial(_of_engine, each.name),
-    )
-    for each in fields(Counts)
+    f"engine_{each.name}_total": (each.metadata["of"], partial(_of_engine, each.name)) for each in fields(Counts)
 }
 
 

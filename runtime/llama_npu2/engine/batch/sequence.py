@@ -115,27 +115,25 @@ class Sequence(Held):
         return self.cut.resumed(matched) if self.cut else matched
 
 
+def _count(of: str) -> int:
+    """Return a field that counts from 0, with the sentence that says what."""
+    counted: int = field(default=0, metadata={"of": of})
+    return counted
+
+
 @dataclass
 class Counts:
-    """How often something happened."""
+    """How often something happened. The sentences of the fields stand in `/metrics`, too."""
 
-    swaps: int = 0
-    """Sequences that gave up their blocks for others."""
-    shared: int = 0
-    """Blocks that a sequence took from the tree instead of processing tokens."""
-    copies: int = 0
-    """Blocks that were copied because two held them and one was to write."""
-    evicted: int = 0
-    """Blocks that the tree forgot for others."""
-    drafted: int = 0
-    """Tokens that were drafted."""
-    rejected: int = 0
-    """Of them, those that were not chosen."""
-    joined: int = 0
-    """Steps with tokens of several sequences, where sequences take turns otherwise."""
-    joined_tokens: int = 0
-    """Tokens in such steps, one of each sequence that took part."""
-    steps: int = 0
+    swaps: int = _count("Sequences that gave up their blocks for others.")
+    shared: int = _count("Blocks that a sequence took from the prefix tree instead of processing tokens.")
+    copies: int = _count("Blocks that were copied because two held them and one was to write.")
+    evicted: int = _count("Blocks that the prefix tree forgot for others.")
+    drafted: int = _count("Tokens that were drafted.")
+    rejected: int = _count("Drafted tokens that were not chosen.")
+    joined: int = _count("Steps with tokens of several sequences, where sequences take turns otherwise.")
+    joined_tokens: int = _count("Tokens in joined steps, one of each sequence that took part.")
+    steps: int = _count("Steps that were run.")
 
 
 class Cache:
