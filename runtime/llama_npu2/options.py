@@ -10,11 +10,12 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, field, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar
 
 from llama_npu2.errors import UserError, closest
+from llama_npu2.frozen import frozen
 
 Group = TypeVar("Group", bound="Checked")
 Values = Sequence[str] | Callable[[], Sequence[str]]
@@ -37,7 +38,7 @@ class OptionError(UserError):
         super().__init__(f"{name}={value}: {problem}")
 
 
-@dataclass(frozen=True)
+@frozen
 class Option:
     """An option as command lines, help, completion and the reference page show it."""
 
@@ -105,7 +106,7 @@ def option(
     return field(default=default, metadata={**about, "choices": choices, "examples": examples, "bounds": bounds})
 
 
-@dataclass(frozen=True)
+@frozen
 class Checked:
     """Base of groups of options: there is none with a value out of bounds. Raises UserError."""
 
@@ -192,7 +193,7 @@ MODELS = ("run", "chat", "serve", "embed", "rerank", "bench", "profile")
 """The runtime's commands that load a model."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Sampling(Checked):
     """How a reply is made of logits, and where it ends."""
 
@@ -295,7 +296,7 @@ def _bias(pair: str) -> tuple[int, float]:
     raise OptionError("logit_bias", pair, f"must be a token's number, a colon and {limits}")
 
 
-@dataclass(frozen=True)
+@frozen
 class Running(Checked):
     """The options of a run that concern the machine."""
 
@@ -340,7 +341,7 @@ class Running(Checked):
         return numbers
 
 
-@dataclass(frozen=True)
+@frozen
 class Answering(Checked):
     """How a command takes its prompt and prints its answer."""
 
@@ -377,7 +378,7 @@ class Answering(Checked):
         return values
 
 
-@dataclass(frozen=True)
+@frozen
 class Listening(Checked):
     """Where a server listens, for whom, and how much it takes."""
 
@@ -460,7 +461,7 @@ def seconds_of(text: str) -> float:
     return math.inf if found[1] == "-" and seconds else seconds
 
 
-@dataclass(frozen=True)
+@frozen
 class Signers(Checked):
     """Whose native code is run."""
 
@@ -468,7 +469,7 @@ class Signers(Checked):
     remove: str = option("", "no longer trust this signer: a key, a fingerprint or a name", "trust", metavar="KEY")
 
 
-@dataclass(frozen=True)
+@frozen
 class Once(Checked):
     """The other options of the runtime, for one run."""
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from xdsl.dialects import arith, scf
 from xdsl.ir import BlockArgument, Operation, SSAValue
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.air import analysis
 from stages.air.analysis import Dims, Side
 from stages.air.dialect import L3, HerdOp, Hierarchy, LaunchOp, constant_of, enclosing, parents
@@ -27,7 +27,7 @@ _ARITHMETIC: dict[type[Operation], Callable[[np.ndarray, np.ndarray], np.ndarray
 }
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Runs:
     """Contiguous runs of elements."""
 
@@ -54,7 +54,7 @@ def walk(base: np.ndarray, dims: Dims, times: int = 1) -> Runs:
     return Runs(starts, size, times)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Coverage:
     """How often each element is walked: `counts[i]` times from element `edges[i]` to `edges[i + 1]`, 0 outside."""
 
@@ -101,7 +101,7 @@ class Coverage:
         return next((int(edge) for edge in edges if self.at(int(edge)) != other.at(int(edge))), None)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Way:
     """A set of streams that may carry a transfer. Its runs are made only where they are asked for: some are many."""
 
@@ -118,7 +118,7 @@ class Way:
         return (walk(row, self.dims) for row in self.bases)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Access:
     """The elements of a slot that one transfer of a launch walks."""
 

@@ -9,13 +9,14 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import FixedBitwidthType, MemRefType, ModuleOp
 from xdsl.ir import BlockArgument, Operation, SSAValue
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.air.dialect import (
     ChannelEnd,
     ChannelGetOp,
@@ -218,7 +219,7 @@ def fold(dims: Dims) -> Dims:
     return tuple(folded) or ((1, 1),)
 
 
-@dataclass(frozen=True)
+@frozen
 class Side:
     """One side of a transfer: a buffer, and the pattern in which it is walked."""
 
@@ -261,7 +262,7 @@ class Side:
         return frozenset().union(*(tile_axes(offset) for offset in self.offsets))
 
 
-@dataclass(frozen=True)
+@frozen
 class Fifo:
     """The end of a transfer that is a channel, or one entry of it."""
 

@@ -31,6 +31,7 @@ from xdsl.dialects.builtin import (
 )
 from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 
+from llama_npu2.frozen import frozen
 from stages.air import analysis, dialect
 from stages.air.dialect import L3
 from stages.air.externs import Variant
@@ -52,7 +53,7 @@ def memref_type(shape: Shape, dtype: str = "bf16", space: int = L3) -> MemRefTyp
     return MemRefType(ELEMENT_TYPES[dtype], shape, memory_space=IntegerAttr(space, 32))
 
 
-@dataclass(frozen=True)
+@frozen
 class Index:
     """An index value that supports `+`, `*`, `//`, `%` with Python numbers and other indices."""
 
@@ -86,7 +87,7 @@ Channel = str
 """The name of an array of FIFOs."""
 
 
-@dataclass(frozen=True)
+@frozen
 class MemRef:
     """A memref and, optionally, the access pattern with which a DMA walks it."""
 
@@ -106,7 +107,7 @@ class MemRef:
         return MemRef(self.value, offsets, sizes, strides)
 
 
-@dataclass(frozen=True)
+@frozen
 class AirModule:
     """A verified module with one public function, and the object variants that its calls link."""
 

@@ -5,10 +5,10 @@ Tile functions have compile-time shapes, so a shape is part of the name and two 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from llama_npu2.frozen import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Variant:
     """The object of `kernel_src/aie2p/<stem>.cc`, compiled with some macros."""
 

@@ -6,10 +6,10 @@ The array has 8 columns; each has a shim tile (DDR), a memory tile (L2) and four
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 
 Candidate = TypeVar("Candidate")
 
@@ -73,7 +73,7 @@ LOCK_VALUE = 63
 """Largest value of a lock."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Dma:
     """Fields of a DMA descriptor of one kind of tile, from aie-rt's `xaiemlgbl_reginit.c`."""
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 from xdsl.dialects import scf
 from xdsl.ir import Operation, SSAValue
 
+from llama_npu2.frozen import frozen
 from stages.air import analysis, limits
 from stages.air.analysis import Dims, Fifo, Side
 from stages.air.dialect import (
@@ -41,7 +41,7 @@ PING_PONG_TASKS = 2
 """Tasks that wait in an L2 ping-pong on top of a shim channel's queue."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Use:
     """How much is used of a limited resource."""
 
@@ -50,7 +50,7 @@ class Use:
     available: int
 
 
-@dataclass(frozen=True)
+@frozen
 class Transfer:
     """A DMA, or one end of a channel with the channel as its other side."""
 
@@ -109,7 +109,7 @@ class Transfer:
         return Transfer(op, herd, *(ends if isinstance(op, ChannelPutOp) else reversed(ends)))
 
 
-@dataclass(frozen=True)
+@frozen
 class Buffer:
     """A buffer of L2, or one of L1, of which each core of a herd has its own."""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
+from llama_npu2.frozen import frozen
 from stages.air import limits
 from stages.air.dialect import HerdOp
 from stages.air.occupancy import Segment
@@ -23,7 +23,7 @@ Share = tuple[int, int]
 """An amount, and the number of tiles over which it is spread."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Tile:
     """The resources that a launch uses of a tile."""
 

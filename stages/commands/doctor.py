@@ -10,11 +10,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from llama_npu2.cli.table import amount, fitted
 from llama_npu2.devices.xrt.limits import HEAP
+from llama_npu2.frozen import frozen
 from stages.graph import Build
 from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import toolchain
@@ -37,7 +38,7 @@ BUILD_MEMORY = 16 << 30
 BUILD_DISK = 20 << 30
 
 
-@dataclass(frozen=True)
+@frozen
 class Row:
     """`found`: yes | no | old | other; `old` cannot work, `other` was not tried. `version`: what was found."""
 

@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from llama_npu2.cli.table import Table, amount
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.machine import available_memory
 from stages.engine.files import write_json
 from stages.engine.places import CONFIG, ROOT
@@ -38,7 +38,7 @@ CHECKED = 512
 """Positions of the run that `measure=1` measures."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Machine:
     """The free disk and memory of this machine, in bytes."""
 
@@ -190,7 +190,7 @@ _LOOK = 0.01
 """Seconds between two looks at a build's processes."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Took:
     """Bytes. `build`: anonymous memory of all processes at most; `resident`: of a run with `context` positions."""
 

@@ -11,12 +11,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from doit.exceptions import TaskFailed
 
 from llama_npu2.cli.table import Table, amount
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine.housekeeping import Unneeded, is_recent, remove, unneeded
 from stages.engine.tree import Linked
 from stages.graph import Build
@@ -28,7 +28,7 @@ _AGES = {"h": 3600, "d": 86400, "w": 604800}
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-@dataclass(frozen=True)
+@frozen
 class Keep:
     """Decides which unneeded items stay."""
 

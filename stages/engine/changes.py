@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
+
+from llama_npu2.frozen import frozen
 
 NOTHING = object()
 """Stands for a value that is missing."""
@@ -15,7 +16,7 @@ _SHOWN = 60
 """Most characters of a value in a sentence."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Change:
     """A reason to run a step."""
 

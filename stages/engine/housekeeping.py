@@ -9,11 +9,11 @@ import contextlib
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
 
 from llama_npu2.artifact.regular import read_regular
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import load_json
 from stages.engine.lock import ProcessLock
 from stages.engine.places import CACHE, CALIBRATED, GENERATED, INCOMING, MANIFEST, SCRATCH, lock_file
@@ -27,7 +27,7 @@ _OUTPUTS = ("elf", "weights", "tokenizer", "build/modules", "build/objects", CAL
 """Folders of an artifact directory in which there are only outputs of steps."""
 
 
-@dataclass(frozen=True)
+@frozen
 class ArtifactDirectory:
     """`artifacts/<model>/<name>`."""
 
@@ -78,7 +78,7 @@ class ArtifactDirectory:
         return files_below(self.path)
 
 
-@dataclass(frozen=True)
+@frozen
 class Unneeded:
     """Files and directories that can be removed together."""
 

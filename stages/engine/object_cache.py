@@ -12,13 +12,13 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from llama_npu2 import trust
 from llama_npu2.artifact.regular import read_regular
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import load_json
 from stages.engine.files import content_digest, content_sha256
 from stages.engine.places import ROOT
@@ -27,7 +27,7 @@ from stages.engine.tree import Tree
 _PURPOSE = "object"
 
 
-@dataclass(frozen=True)
+@frozen
 class CachedObject:
     """An object in the cache."""
 

@@ -13,8 +13,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
+
+from llama_npu2.frozen import frozen
 
 Say = Callable[[str], None]
 
@@ -22,7 +23,7 @@ _LONGEST = 600
 """Characters of a line in one message, of up to 6 bytes each: the kernel writes up to 4096 bytes as a whole."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Channel:
     """A pipe of messages: JSON objects, one in a line."""
 

@@ -12,7 +12,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from doit.exceptions import TaskFailed
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine import definitions
 from stages.engine.changes import Change, input_change, key_change, output_change
 from stages.engine.extras import missing_package
@@ -37,7 +38,7 @@ from stages.engine.project import (
 from stages.engine.room import no_room, still_to_come
 
 
-@dataclass(frozen=True)
+@frozen
 class Step:
     """One node of the build's graph."""
 

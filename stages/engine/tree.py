@@ -12,12 +12,12 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from uuid import uuid4
 
 from llama_npu2.artifact.regular import READ, checked_regular
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -26,7 +26,7 @@ class Linked(UserError):
     """A symbolic link lies on the way to a file that was to be changed."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Tree:
     """The directory `root`, which may itself be a link or be reached through one, as a model's on a larger disk.
 

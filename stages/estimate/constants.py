@@ -10,11 +10,12 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 
 _TABLE: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
@@ -23,7 +24,7 @@ def _rate(name: str) -> Any:
     return _TABLE[name]["value"]
 
 
-@dataclass(frozen=True)
+@frozen
 class Machine:
     """Rates of an NPU2 and of its host; the units are in `constants.toml`."""
 
@@ -70,7 +71,7 @@ class Machine:
         return replace(Machine(), **measured, measured=frozenset(measured))
 
 
-@dataclass(frozen=True)
+@frozen
 class Constant:
     """One row of the table."""
 

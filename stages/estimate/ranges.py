@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from llama_npu2.frozen import frozen
 from stages.estimate.constants import Machine, constants
 
 
-@dataclass(frozen=True)
+@frozen
 class Swing:
     """What one rate does to a time."""
 
@@ -26,7 +27,7 @@ class Swing:
     """The longest one."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Range:
     """An estimated time in milliseconds, and what is likely at least and at most."""
 

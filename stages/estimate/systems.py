@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llama_npu2.frozen import frozen
 from stages.air.limits import COLUMNS, ROWS
 from stages.estimate.constants import Machine
 from stages.estimate.flow import call_work
@@ -52,7 +52,7 @@ GENERATED, WRITTEN = "bf16_generated", "bf16_bfp16"
 """Multiply modes of mlir-air's GEMM."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Row:
     """A measurement and the plan that was measured."""
 

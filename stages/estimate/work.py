@@ -7,8 +7,9 @@ them and have its limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from llama_npu2.frozen import frozen
 from stages.estimate.constants import Machine
 
 # Kinds of amounts. The first word is the limit that people are told.
@@ -41,7 +42,7 @@ _SECONDS: Mapping[str, Callable[[float, Machine], float]] = {
 }
 
 
-@dataclass(frozen=True)
+@frozen
 class Amount:
     """An amount in units that the machine has a rate for."""
 
@@ -79,7 +80,7 @@ class Overlap(Group):
     """Parts that run at the same time."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Repeat:
     """Work that is repeated."""
 
@@ -93,7 +94,7 @@ Work = Amount | Serial | Overlap | Repeat
 NOTHING = Serial()
 
 
-@dataclass(frozen=True)
+@frozen
 class Time:
     """A time, split by what limits it."""
 

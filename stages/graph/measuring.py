@@ -7,12 +7,13 @@ steps: one that is there already is taken.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.errors import UserError, printable
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import positive, record, string
 from llama_npu2.trust import SIGNATURE
 from stages.engine.files import content_sha256, write_atomic
@@ -29,7 +30,7 @@ MEASURE = "measure"
 """The step in the order."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Measured:
     """The times of a short reply, and who measured them."""
 

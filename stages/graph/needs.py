@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from ml_dtypes import bfloat16
 
 from llama_npu2.cli.peak import PRINT_PEAK
 from llama_npu2.devices.xrt.limits import HEAP
+from llama_npu2.frozen import frozen
 from stages.engine.places import python_environment
 from stages.model import families
 from stages.model.buffers import Buffer
@@ -64,7 +64,7 @@ WORKING = "activations and unpacked weights"
 """The purpose of activations on a device and of the weights that the host unpacks for prompts."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Needs:
     """The needs of one model in one policy on one target, in bytes."""
 

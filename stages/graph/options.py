@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.options import (
     Answering,
     Listening,
@@ -70,7 +71,7 @@ def _option(name: str, **more: Any) -> Any:
     return option(about.pop("default"), about.pop("help"), *commands, **about)
 
 
-@dataclass(frozen=True)
+@frozen
 class Options(Sampling, Running, Answering, Listening, Signers):
     """Values of the command-line variables. Raises UserError."""
 

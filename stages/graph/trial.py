@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from llama_npu2.cli.peak import PRINT_PEAK
 from llama_npu2.errors import UserError, printable
+from llama_npu2.frozen import frozen
 from stages.engine.places import python_environment
 from stages.graph.needs import RUN_IMPORTS
 
 
-@dataclass(frozen=True)
+@frozen
 class Times:
     """Seconds of a short reply, for which all is loaded: to its first token, and for each further one."""
 

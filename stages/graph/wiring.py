@@ -6,13 +6,14 @@ The wiring is the same for every target; differences are in the target's record 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_npu2.artifact.cpu_features import cpu_features
+from llama_npu2.frozen import frozen
 from stages.engine.objects import linked, source_file
 from stages.engine.places import CACHE, CALIBRATION, CHECKPOINT, CONFIG, MODULES, OBJECTS, PACKING, PLAN, ROOT, WEIGHTS
 from stages.engine.project import load_receipt
@@ -33,7 +34,7 @@ HOST = "host"
 """The name of the library of host programs."""
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Library:
     """Programs that are built together, by a target's modules."""
 

@@ -15,11 +15,12 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llama_npu2.artifact.dtypes import SIZES
 from llama_npu2.artifact.plan import View
+from llama_npu2.frozen import frozen
 from stages.air import limits
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ Sizes = Mapping[str, Any]
 """A launch's scalars: name -> value."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Cost:
     """Operations that one call of a tile function executes on its core."""
 
@@ -89,7 +90,7 @@ class Sliding(Tiling, Protocol):
         """The view of the cache."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Arg:
     """A tensor argument of a kernel."""
 
@@ -107,7 +108,7 @@ class Arg:
         return self.layouts.get(kernel_set, "plain")
 
 
-@dataclass(frozen=True)
+@frozen
 class Param:
     """A scalar parameter of a kernel."""
 
@@ -116,7 +117,7 @@ class Param:
     """`int64`, `float`, or `blocks`, the table of a cache's blocks."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Kernel:
     """A kernel: its signature, what it computes, and how the array runs it.
 

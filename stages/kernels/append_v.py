@@ -6,11 +6,11 @@ That is where rows have scales, which it would know only behind a head's last va
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from llama_npu2.artifact.dtypes import SIZES
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, KV_FORMATS, Arg, Cost, elementwise, kv_rows, signature
@@ -25,7 +25,7 @@ def reference(x: np.ndarray, head_dim: int, stored: str = "bf16") -> np.ndarray:
     return kv_rows.halves(x.reshape(len(x), -1, head_dim), kv_rows.VALUES, stored)
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How rows are divided: each core has an equal share of them."""
 

@@ -7,9 +7,9 @@ such sums are rounded twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, Cost, elementwise, lanes
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stages.air import AirModule, Number
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How a bias is added: each core has an equal share of the rows, and adds it to one at a time.
 
@@ -48,7 +48,7 @@ class Tiling:
         return {"add": Cost(vectors=self.share // lanes(self.share) * 7)}
 
 
-@dataclass(frozen=True)
+@frozen
 class Biased:
     """A product, and how its bias is added to it."""
 

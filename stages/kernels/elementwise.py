@@ -6,9 +6,10 @@ It uses one row of the array: eight cores keep eight pairs of DDR streams busy, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, Cost, Sizes
@@ -21,7 +22,7 @@ CHUNK = 4096
 """Elements that a core processes at a time, at most."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How an elementwise launch is divided: each core processes an equal share, chunk by chunk."""
 

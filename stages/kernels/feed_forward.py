@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import np
@@ -73,7 +73,7 @@ FIRST, LAST = 0, SHARES - 1
 """Columns of the first and of the last core."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How a feed-forward network is divided: one row of cores, each with a share of the inner width (`FeedForward`).
 
@@ -295,7 +295,7 @@ def collected(b: Builder, end: Channel, height: int, width: int) -> Iterator[Mem
         yield out
 
 
-@dataclass(frozen=True)
+@frozen
 class Streams:
     """Channels of the cores."""
 

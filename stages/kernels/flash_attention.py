@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from llama_npu2.artifact.dtypes import SIZES
 from llama_npu2.artifact.plan import WINDOW, View
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
@@ -110,7 +111,7 @@ def reference_placed(
     return reference(scaled, k, v, pos, heads, kv_heads, scalar, sees, sinks)
 
 
-@dataclass(frozen=True)
+@frozen
 class Scores:
     """What scores are multiplied with, and which of them count."""
 
@@ -153,7 +154,7 @@ SLIDING_KEYS = (64, 32, 16)
 rounds a position down to a tile with a mask."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling(kv_rows.Heads):
     """How attention is divided: a column of the herd takes a KV head, its cores the query heads of that head's group.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
@@ -63,7 +64,7 @@ CHUNK = 256
 """Columns of `x` that pass through L2 at a time, at most."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How a product is divided: columns of the array split the rows of `x`, rows of the array the columns of `out`.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
@@ -96,7 +96,7 @@ ROWS_PER_LAUNCH = 16384
 """Most output rows of one launch. Longer outputs, such as a vocabulary, are computed by several launches."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How a product is divided: the array streams the weight once, in one stream per column through L2.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Cost, rms_norm, silu_and_mul
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How a product is divided: in each of `steps` steps, every core multiplies a panel, chunk by chunk.
 

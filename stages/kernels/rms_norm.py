@@ -7,9 +7,9 @@ after it, as Gemma does, whose weights are stored less one (`offset`). `norm_add
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
@@ -38,7 +38,7 @@ def reference_add(
     return add.reference(residual, reference(x, weight, eps, offset, once))
 
 
-@dataclass(frozen=True)
+@frozen
 class Norm:
     """The scalars of a norm."""
 
@@ -62,7 +62,7 @@ class Norm:
         return cols // lanes(cols) * (10 + 3 * bool(self.once) + 7 * bool(self.offset)) + 15
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How a norm is divided: each core has an equal share of the rows. The weight stays in L1.
 

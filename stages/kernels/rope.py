@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llama_npu2.artifact.dtypes import SIZES
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
@@ -92,7 +92,7 @@ OUTS = ROWS, KEYS, QUERIES = "rows", "keys", "queries"
 position after each."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How a rotation is divided: each core has an equal share of the rows."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import np
@@ -33,7 +33,7 @@ def reference(weight: np.ndarray, x: np.ndarray, residual: np.ndarray) -> np.nda
     return (residual.astype(np.float32) + gemv.reference_f32(weight, x)).astype(residual.dtype)
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How the product is divided: a core of a row of cores has a share of the columns, as in `feed_forward.Tiling`.
 

@@ -7,10 +7,10 @@ multiplied with the taps, summed up in f32 from the oldest on and rounded; C tim
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
@@ -45,7 +45,7 @@ def reference(
     return history, mixed.astype(ml_dtypes.bfloat16).reshape(*bcx.shape[:-1], -1)
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling:
     """How a convolution is divided: each core has an equal share of the channels, and all rows of them in turn.
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llama_npu2.artifact.dtypes import SIZES
 from llama_npu2.artifact.plan import WHOLE, View
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import np
@@ -156,7 +157,7 @@ def normed_heads(
     return normed.reshape(x.shape)
 
 
-@dataclass(frozen=True)
+@frozen
 class Tiling(kv_rows.Heads):
     """How a token's attention is divided: one core per KV head and column, for all query heads of its group.
 
@@ -557,7 +558,7 @@ def _attend_sequences(b: Builder, p: Tiling, of: Sequences, first: int) -> None:
         _send_keys(b, p, keys, of_sequence("kv", number), first)
     with b.alloc(air.L2, (p.columns, of.together * width)) as (results,):
         with b.herd(p.columns, 1) as tile:
-            _attend_each(b, p, of.together, (rows, keys, own_rows), tile, first, results)
+            _attend_sequences_in_turn(b, p, of.together, (rows, keys, own_rows), tile, first, results)
         for number in numbers:
             for column in columns:
                 row = b.args[of_sequence("row", number)].at(((first + column) * p.kv_head, p.kv_head, 1))
@@ -593,7 +594,7 @@ def _send_sequences(b: Builder, p: Tiling, of: Sequences, rows: Channel) -> None
                 b.put(rows, (0, 0), source)
 
 
-def _attend_each(
+def _attend_sequences_in_turn(
     b: Builder,
     p: Tiling,
     count: int,
@@ -639,7 +640,7 @@ def _attend_several(b: Builder, p: Tiling, first: int, token: int) -> None:
     with b.alloc(air.L2, rows_of_head, (p.columns, together * width)) as results:
         with b.herd(*herd) as tile:
             if p.in_turn:
-                _attend_in_turn(b, p, (rows, keys), tile, first, results)
+                _attend_tokens_in_turn(b, p, (rows, keys), tile, first, results)
             else:
                 _attend_own(b, p, rows, tile, first, results)
         # The compiler cuts these transfers by column and drops an offset of that dimension, so the offset stays 0.
@@ -693,7 +694,7 @@ def _send_keys(b: Builder, p: Tiling, keys: Channel, cache: str, first: int) -> 
             b.put(keys, (column, 0), b.args[cache].at((j * p.tile_k, p.tile_k, p.kv_row), head))
 
 
-def _attend_in_turn(
+def _attend_tokens_in_turn(
     b: Builder,
     p: Tiling,
     streams: tuple[Channel, Channel],

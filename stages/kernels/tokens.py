@@ -7,15 +7,16 @@ just what it computes where there is one, in the same order, so that its bits ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from llama_npu2.frozen import frozen
 from stages.air import limits
 from stages.engine.lazy import np
 from stages.kernels import Kernel, Param, Sizes, Tiling
 
 
-@dataclass(frozen=True)
+@frozen
 class Tokens:
     """The tokens of a step, and how they are divided."""
 
@@ -53,7 +54,7 @@ class Tokens:
 ONE = Tokens(1)
 
 
-@dataclass(frozen=True)
+@frozen
 class Sequences:
     """Which of the sequences that have a row each a launch computes for."""
 

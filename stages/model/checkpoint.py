@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
 from stages.model import families
 from stages.model.buffers import tensors_of
@@ -40,7 +41,7 @@ def container(path: Path) -> Container:
     return GgufFile(path)
 
 
-@dataclass(frozen=True)
+@frozen
 class Checkpoint:
     """A checked checkpoint."""
 

@@ -6,10 +6,11 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
 from stages.model.decoder import QK_NORMS, SANDWICH_NORMS, Decoder, Layer, Rope, RopeScaling
 from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
@@ -25,7 +26,7 @@ _TABLE_ROWS = 1 << 13
 """Rows of that table that are computed at a time, in double precision."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Config:
     """A model: what it computes, and what a user of it must know."""
 

@@ -7,10 +7,11 @@ reference and what judges them are derived from it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import ClassVar
 
+from llama_npu2.frozen import frozen
 from stages.weights.scalars import ACTIVATIONS, ALL
 
 Shape = tuple[str | int, ...]
@@ -18,7 +19,7 @@ Shape = tuple[str | int, ...]
 SILU, GELU_TANH, SWIGLU_OAI = ACTIVATIONS
 
 
-@dataclass(frozen=True)
+@frozen
 class Norm:
     """An RMS norm."""
 
@@ -39,7 +40,7 @@ class Norm:
         return {**self.scalars, "eps": "eps"}
 
 
-@dataclass(frozen=True)
+@frozen
 class RopeScaling:
     """Frequency scaling of the rotary embedding.
 
@@ -64,7 +65,7 @@ class RopeScaling:
     """The factor of cosines and sines of rows that turn."""
 
 
-@dataclass(frozen=True)
+@frozen
 class PositionScale:
     """A factor of queries that grows with the position: `1 + beta ln(1 + floor(position / every))`."""
 
@@ -76,7 +77,7 @@ LONG, OF_QUERIES = "long", ".q"
 """The ends of names of tables for long contexts, and for queries alone."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Rope:
     """The angles of a rotary embedding.
 
@@ -129,7 +130,7 @@ class Rope:
         return None if rows == [*range(head_dim)] else rows
 
 
-@dataclass(frozen=True)
+@frozen
 class Attention:
     """Grouped-query attention with a rotary embedding."""
 
@@ -170,7 +171,7 @@ class Attention:
         return ("wq", "wk", "wv", "wo", *(slot for slot, there in optional.items() if there))
 
 
-@dataclass(frozen=True)
+@frozen
 class ShortConv:
     """A gated causal convolution of each channel over the last positions, between two projections."""
 
@@ -187,7 +188,7 @@ class ShortConv:
 Mixer = Attention | ShortConv
 
 
-@dataclass(frozen=True)
+@frozen
 class FeedForward:
     """A gated feed-forward network."""
 
@@ -201,7 +202,7 @@ class FeedForward:
         return ("w_gate", "w_up", "w_down")
 
 
-@dataclass(frozen=True)
+@frozen
 class Experts:
     """Feed-forward networks of which each row takes some, and a router that chooses them by its logits.
 
@@ -231,7 +232,7 @@ class Experts:
         return (*router, "w_gate_exps", "w_up_exps", "w_down_exps", *biases)
 
 
-@dataclass(frozen=True)
+@frozen
 class Layer:
     """A mixer of positions and a feed-forward network, each added to the residual stream."""
 
@@ -338,7 +339,7 @@ EMBEDDING, FINAL_NORM, HEAD = "w_embed", "final_norm_w", "w_vocab"
 VOCABULARY: Shape = ("vocab", "emb")
 
 
-@dataclass(frozen=True)
+@frozen
 class Decoder:
     """A decoder-only transformer."""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from llama_npu2.artifact.plan import LAST_ROW, WHOLE, WINDOW, BufferRef
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.kernels import Sliding
 from stages.model.config import Config
 from stages.model.decoder import Attention, Decoder, Layer
@@ -24,7 +25,7 @@ from stages.model.unpacking import unpacked
 from stages.weights.scalars import ALL
 
 
-@dataclass(frozen=True)
+@frozen
 class Chain:
     """Names of parts in the order of a phase."""
 
@@ -41,7 +42,7 @@ class Chain:
     """The part after the last in models whose logits have a factor."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Group:
     """Parts that follow one another and share a device program."""
 
@@ -55,7 +56,7 @@ class Group:
     """Whether its shapes depend on how many tokens it takes."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Grouping:
     """The chains of prompt and token, and the groups that cover them."""
 
@@ -98,7 +99,7 @@ class Grouping:
         return replace(self.joined, counts=chosen[0], together=chosen[1]) if any(chosen) else self.joined
 
 
-@dataclass(frozen=True)
+@frozen
 class Placed:
     """A part at its place in a phase."""
 
@@ -130,7 +131,7 @@ class Placed:
         return self.reference(slot).name
 
 
-@dataclass(frozen=True)
+@frozen
 class Program:
     """A sequence of parts that a device launches as one. Parts that bind one buffer share the slot of the first."""
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 
+from llama_npu2.frozen import frozen
 from stages.weights.blobs import PAGE
 
 
-@dataclass(frozen=True)
+@frozen
 class LaunchAccess:
     """The buffers that a launch reads and writes, by name."""
 

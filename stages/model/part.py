@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from llama_npu2.artifact.dtypes import nbytes
 from llama_npu2.artifact.plan import WHOLE, View
+from llama_npu2.frozen import frozen
 from stages.kernels import HOST_SET, Kernel, kernels
 from stages.weights.formats import formats
 
@@ -55,7 +56,7 @@ class PartKey(NamedTuple):
         return f"{self.unpacks}_{self.name}" if self.unpacks else self.name
 
 
-@dataclass(frozen=True)
+@frozen
 class Slot:
     """One argument of a program."""
 
@@ -76,7 +77,7 @@ class Slot:
     """The slots of weights whose rows it holds one after the other."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Joined:
     """Weights that one product multiplies with."""
 
@@ -101,7 +102,7 @@ class Joined:
         return "unpack", {**sizes, "first": self.parts[part.name], "rows": self.slot.shape[0]}
 
 
-@dataclass(frozen=True)
+@frozen
 class Launch:
     """One kernel call."""
 
@@ -122,7 +123,7 @@ class Launch:
         return {self.args[a.name] for a in self.kernel.args if a.written}
 
 
-@dataclass(frozen=True)
+@frozen
 class Part:
     """Launches in order, over slots."""
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from llama_npu2.errors import UserError, suggestion
+from llama_npu2.frozen import frozen
 from stages.kernels import KV_FORMATS
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ class LayerSlot(NamedTuple):
     layer: int
 
 
-@dataclass(frozen=True)
+@frozen
 class Policy:
     """The formats of a model's weights and KV cache. Vectors, the weights of norms, stay as they are."""
 

@@ -9,6 +9,7 @@ from itertools import groupby
 
 from llama_npu2.artifact.dtypes import nbytes
 from llama_npu2.engine.turns import tokens_of_turn
+from llama_npu2.frozen import frozen
 from stages.estimate.constants import Machine
 from stages.estimate.phases import commands, host_work
 from stages.estimate.price import Priced, price
@@ -40,7 +41,7 @@ DEPTH = 1023
 """Positions before the token that is priced, as other projects quote theirs."""
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Stretch:
     """Parts that follow one another on one side. A stretch equals itself alone."""
 
@@ -57,7 +58,7 @@ class Stretch:
 ARRAY_SIDE, HOST_SIDE = "array", "host"
 
 
-@dataclass(frozen=True)
+@frozen
 class Moment:
     """Work of one side while the other waits: a launch of a program, a host call, submissions, copies."""
 
@@ -67,7 +68,7 @@ class Moment:
     time: Time
 
 
-@dataclass(frozen=True)
+@frozen
 class Sizes:
     """The sizes that the programs of a phase are compiled for."""
 
@@ -96,7 +97,7 @@ ONE_TOKEN = Sizes()
 TAKE_TURNS = "Sequences take turns in the KV caches, which are filled for each turn"
 
 
-@dataclass(frozen=True)
+@frozen
 class Turns:
     """Sequences that take turns on the NPU, and the mean milliseconds from one token of a sequence to its next."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
 from llama_npu2.cli.table import amount
+from llama_npu2.frozen import frozen
 from stages.engine.durations import clock
 from stages.engine.why import BEHIND, CURRENT, MISSING, STALE
 from stages.reports.pages import Node, Page, details, facts, graph, note, table, tag
@@ -26,7 +26,7 @@ _NAMES = 4
 """Names of steps that a cell shows at once."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Entry:
     """A step of a build."""
 

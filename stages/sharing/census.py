@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine.steps import Step
 from stages.sharing.cache import runs_of, step_entry
 from stages.sharing.records import Record, address
 from stages.sharing.store import Store
 
 
-@dataclass(frozen=True)
+@frozen
 class Count:
     """How many programs there are, and how many of them a build would find at a remote."""
 

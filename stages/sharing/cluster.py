@@ -24,11 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError, first_line
+from llama_npu2.frozen import frozen
 from stages.engine.places import python_environment
 
 _CONNECTING = 10.0
@@ -65,7 +66,7 @@ class Lost(Exception):
     """The cluster cannot be used any more, or a step had no worker for too long; the message says why."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Place:
     """Where a scheduler is."""
 
@@ -80,7 +81,7 @@ class Place:
         return Security(**self.security) if self.security else None
 
 
-@dataclass(frozen=True)
+@frozen
 class Crew:
     """Workers that are started together."""
 

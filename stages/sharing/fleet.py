@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError, printable
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import anything, list_of, load_json, mapping, one_of, record, string, whole
 from stages.engine.places import KERNELS, LOGS
 from stages.engine.progress import say
@@ -41,7 +42,7 @@ _LONGEST = 1 << 20
 """Most characters of what a worker says."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Order:
     """What a worker is asked for."""
 
@@ -83,7 +84,7 @@ _ORDER = record(
 MADE, FAILED, REFUSED = "made", "failed", "refused"
 
 
-@dataclass(frozen=True)
+@frozen
 class Answer:
     """What a worker says at the end."""
 

@@ -7,11 +7,11 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.trust import LOCAL
 from stages.engine.project import RECEIPTS, WORK, Project, is_inside
 from stages.engine.steps import Step
@@ -26,7 +26,7 @@ _LARGEST = 1 << 50
 """Most bytes of a file. More is a mistake."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Blob:
     """The identity of a file's content."""
 
@@ -39,7 +39,7 @@ class Blob:
         return f"objects/sha256/{self.sha256[:2]}/{self.sha256[2:]}"
 
 
-@dataclass(frozen=True)
+@frozen
 class Record:
     """The record of a step's run."""
 

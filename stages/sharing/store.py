@@ -8,13 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import load_json
 from llama_npu2.trust import sign, trusted_keys, verify
 from llama_npu2.trust.envelopes import MAX_BYTES, own_key
@@ -35,7 +35,7 @@ class Damaged(UserError):
     """The content of an object on a remote does not have the digest in its name."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Entry:
     """An entry that was signed by somebody whom the user trusts."""
 
@@ -44,7 +44,7 @@ class Entry:
     """The user's name for them."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Store:
     """Objects and signed entries on a remote. The first folder of an entry's name is the purpose of its signature."""
 

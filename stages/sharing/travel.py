@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine.files import read_json
 from stages.engine.places import PULLED
 from stages.engine.project import WORK, Project
@@ -31,7 +32,7 @@ _PULL = "pull"
 """The name of the directories in which pulled files lie until they are in place."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Offer:
     """An artifact directory on a remote."""
 
@@ -79,7 +80,7 @@ class Offer:
         raise UserError(f"the entry of {signer} about {name} is malformed: push it again")
 
 
-@dataclass(frozen=True)
+@frozen
 class Exchange:
     """Pushes and pulls the artifact directory of a project."""
 

@@ -11,11 +11,11 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.kernels import KV_FORMATS, format_kernel, kernel_for, kernels
 from stages.model.config import Config
 from stages.model.decoder import SWIGLU_OAI
@@ -90,7 +90,7 @@ class Programs(Protocol):
         """Return the linker's version; None without a linker."""
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Target:
     """A target: the device that runs it, its kernels, and how its programs are composed."""
 

@@ -6,8 +6,9 @@ Sizes follow from the memories that chunks and panels pass through, and so from 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from llama_npu2.frozen import frozen
 from stages.air import limits
 from stages.engine.lazy import np
 from stages.weights.constants import GROUP, LANES
@@ -39,7 +40,7 @@ CHUNK_COST = 512
 """Cost of a chunk besides its bytes, its call and its scales: the bytes that come in the meantime."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Cut:
     """How a matrix is cut: `panels` of `lanes` outputs each, a panel into `chunks` of `chunk_groups` groups each.
 
@@ -139,7 +140,7 @@ def _cuts(grouped: Grouped, rows: int, groups: int) -> Iterator[Cut]:
         yield from (unpadded or fitting)[:1]
 
 
-@dataclass(frozen=True)
+@frozen
 class FeedForward:
     """How the matrices of a feed-forward network are cut, which the cores of one row of the array compute together.
 

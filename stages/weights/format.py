@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from llama_npu2.artifact import dtypes
+from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
 from stages.weights.scales import Grid
 
@@ -35,7 +36,7 @@ def _stacked(matrices: Iterator[np.ndarray], count: int) -> np.ndarray:
     return stacked
 
 
-@dataclass(frozen=True)
+@frozen
 class PanelRows:
     """Rows of a stored matrix that become panels, each panel whatever the others are."""
 
@@ -52,7 +53,7 @@ class PanelRows:
     """Equal shares of the packed matrix. `pack` makes panels for each: `[shares, panels, ...]`."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Layout:
     """An order of a stored tensor's elements."""
 
@@ -83,7 +84,7 @@ class Layout:
 PLAIN = Layout(of_matrices=False)
 
 
-@dataclass(frozen=True)
+@frozen
 class Format:
     """How values are stored: `values` values along a tensor's last axis make one block of `elements` elements.
 

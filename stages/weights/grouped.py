@@ -7,9 +7,10 @@ each. Quantising makes that and dequantising reads it. Memory holds layouts of i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
+from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
 from stages.weights.constants import GROUP, PANEL_ROWS, QUAD
 from stages.weights.format import Format, Layout, Shape
@@ -24,7 +25,7 @@ _SIZES = {"uint8": 1, "float16": 2, "float32": 4}
 """Bytes of a value of a scale, by its dtype."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Bits:
     """How the numbers of a group of a panel are packed."""
 
@@ -36,7 +37,7 @@ class Bits:
     """The inverse of `pack`, for PANEL_ROWS rows."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Grouped:
     """The geometry of a group-wise format."""
 

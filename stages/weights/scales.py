@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
+from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
 
 _STRETCHES = 8
@@ -24,7 +24,7 @@ _REFITS = 2
 """How often values are rounded to the best fit and fitted again."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Grid:
     """The values that numbers stand for once scales are chosen: `scale * number - minimum`."""
 

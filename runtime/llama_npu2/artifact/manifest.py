@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from llama_npu2.artifact.second_copy import second_copy
 from llama_npu2.artifact.storage import File, Listed, Storage, open_storage
 from llama_npu2.artifact.validation import check_blob, check_manifest
 from llama_npu2.errors import REMEDY, UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import load_json
 from llama_npu2.trust import LOCAL, SIGNATURE, check_trusted
 from llama_npu2.trust.envelopes import MAX_BYTES
@@ -29,7 +30,7 @@ _SECTIONS = ("model", "target", "buffers", "programs", "files")
 _MILLISECONDS = ("milliseconds", "copied_milliseconds")
 
 
-@dataclass(frozen=True)
+@frozen
 class Weight:
     """A weight as a call reads it."""
 
@@ -38,7 +39,7 @@ class Weight:
     """Number of weights that a row of the input is multiplied with; 0 for a vector."""
 
 
-@dataclass(frozen=True)
+@frozen
 class NpuProgram:
     """The properties of a program that matter for submitting it to the NPU."""
 
@@ -50,7 +51,7 @@ class NpuProgram:
     """Estimated time of one call."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Manifest:
     """`manifest.json` of an opened artifact directory."""
 

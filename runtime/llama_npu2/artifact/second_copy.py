@@ -7,12 +7,12 @@ memory that the layers share. A copy of all layers takes more memory, but is unp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall, Plans, Spec
+from llama_npu2.frozen import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class SecondCopy:
     """The sections of a manifest that change when every layer has a copy of its own."""
 

@@ -9,13 +9,14 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 from llama_npu2.artifact.regular import open_regular
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 
 if TYPE_CHECKING:
     from zipfile import ZipInfo
@@ -28,7 +29,7 @@ class Altered(UserError):
     """The content of a file does not have the SHA-256 that the manifest says."""
 
 
-@dataclass(frozen=True)
+@frozen
 class File:
     """A range of bytes of a file on disk."""
 
@@ -75,7 +76,7 @@ class Storage(Protocol):
         """Return the file of that name, None if there is none."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Directory:
     """The files below the directory `path`."""
 
@@ -85,7 +86,7 @@ class Directory:
         return File.at(path) if (path := self.path / name).is_file() else None
 
 
-@dataclass(frozen=True)
+@frozen
 class Archive:
     """The files in a file that `doit export` made.
 
@@ -135,7 +136,7 @@ def open_storage(path: Path) -> Storage:
     return Archive(path) if path.is_file() else Directory(path)
 
 
-@dataclass(frozen=True)
+@frozen
 class Listed:
     """Those files of `inner` that a manifest lists. Files that somebody added are not among them."""
 

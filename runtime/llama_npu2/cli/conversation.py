@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import Invalid, inside, list_of, load_json, one_of, record, string
 from llama_npu2.trust import settings
 
@@ -16,7 +17,7 @@ LARGEST = 16 << 20
 """Bytes of a file that is read."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Turn:
     question: str
     answer: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +18,7 @@ from llama_npu2.artifact.plan import Positions, View
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices.spans import Recorder
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 
 
 class HostBuffer:
@@ -41,7 +41,7 @@ class HostBuffer:
         self.bytes[low : low + len(content)] = content
 
 
-@dataclass(frozen=True)
+@frozen
 class Binding:
     """A buffer that is bound to an argument (slot) of a call, in one of the views of `llama_npu2.artifact.plan`."""
 
@@ -54,7 +54,7 @@ class Binding:
         return self.view.row(seq, pos) * self.row_bytes
 
 
-@dataclass(frozen=True)
+@frozen
 class Call:
     """One program and the buffers that are bound to its slots, in their order."""
 
@@ -75,7 +75,7 @@ class Call:
         return {} if self.layer is None else {"layer": self.layer}
 
 
-@dataclass(frozen=True)
+@frozen
 class Declared:
     """The declaration that a program's code carries."""
 

@@ -8,7 +8,6 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from llama_npu2.devices import Call, Declared, HostBuffer
 from llama_npu2.devices.libraries import entry_point, open_library
 from llama_npu2.devices.spans import Recorder, Span
 from llama_npu2.errors import REMEDY, UserError
+from llama_npu2.frozen import frozen
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
     """I32: where the blocks of the KV cache lie that hold the sequence's positions up to the last row's, in order."""
 
 
-@dataclass(frozen=True)
+@frozen
 class CpuProgram:
     """An entry point of a shared object."""
 

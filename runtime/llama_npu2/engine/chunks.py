@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from llama_npu2.artifact.plan import DECODE, PREFILL, SEQUENCES, TOKENS, Phase
+from llama_npu2.frozen import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Chunk:
     """A call of a phase, for the tokens at the positions `start` to `end` - 1."""
 
@@ -29,7 +29,7 @@ def decode_phase(windows: Sequence[int], position: int) -> Phase:
     return DECODE._replace(context=next(size for size in windows if size > position)) if windows else DECODE
 
 
-@dataclass(frozen=True)
+@frozen
 class Chunks:
     """The phases of a manifest with buckets, and what they take."""
 
@@ -149,7 +149,7 @@ _START_BITS, _PHASE_BITS = 24, 48
 """Where a key has the position of its chunk, and its phase: a token's id takes fewer than 24 bits."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Cut:
     """The chunks of one sequence: those of its prompt, and its replies' tokens one by one."""
 

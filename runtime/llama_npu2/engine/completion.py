@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llama_npu2.engine.sampling import log_softmax, most_likely
+from llama_npu2.frozen import frozen
 from llama_npu2.text.replies import Kind, Piece
 
 
@@ -43,7 +44,7 @@ class Stats:
         return 1 / self.tpot if self.tpot else 0.0
 
 
-@dataclass(frozen=True)
+@frozen
 class Logprob:
     """The log-probability of a token given all tokens before it.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from llama_npu2.devices.spans import Timer
 from llama_npu2.engine.completion import Completion, Logprob
 from llama_npu2.engine.sampling import sampler
+from llama_npu2.frozen import frozen
 from llama_npu2.options import Sampling
 from llama_npu2.text.replies import Kind, Piece, ReplyStream
 from llama_npu2.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llama_npu2.text.grammars import Constraint
 
 
-@dataclass(frozen=True)
+@frozen
 class Asked:
     """What a reply is asked for."""
 

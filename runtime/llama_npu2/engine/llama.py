@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -28,6 +28,7 @@ from llama_npu2.engine.engine import Engine, common_prefix
 from llama_npu2.engine.generation import Asked, Generation
 from llama_npu2.engine.step import Run
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.options import Sampling
 from llama_npu2.text.chat_template import REASONING, ChatTemplate, texts_of
 from llama_npu2.text.pooling import check_pooling
@@ -514,7 +515,7 @@ class Llama(Engine):
         super().close()
 
 
-@dataclass(frozen=True)
+@frozen
 class _Prompt:
     """A processed prompt, after which replies go on."""
 

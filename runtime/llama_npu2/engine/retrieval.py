@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.options import OptionError
 from llama_npu2.text.rendering import marked, split_at_marks
 from llama_npu2.text.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ _JUDGE = (
 _ANSWER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-@dataclass(frozen=True)
+@frozen
 class Ranked:
     """A document with its relevance to a query."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,13 @@ from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall, Positions, first_of
 from llama_npu2.devices import Call, Device, Submission
 from llama_npu2.engine.memory import Memory
+from llama_npu2.frozen import frozen
 
 _UNWRITTEN = 0xFF
 """The value of every byte of scratch before a call: NaN as bf16 and f32."""
 
 
-@dataclass(frozen=True)
+@frozen
 class TracedCall:
     """A call that has just run. The content of its arguments (slots) is read by their names, while its watcher runs."""
 
@@ -89,7 +89,7 @@ class TracedPhase:
             call.submission.suspend()
 
 
-@dataclass(frozen=True)
+@frozen
 class TracedSubmission:
     """One call of a plan, as a submission of its own."""
 

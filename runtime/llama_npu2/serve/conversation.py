@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
+from llama_npu2.frozen import frozen
 from llama_npu2.options import Sampling
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.model import Model
@@ -18,7 +19,7 @@ THINKS = ("enable_thinking", "thinking")
 """Variables by which chat templates are told whether the model is to think."""
 
 
-@dataclass(frozen=True)
+@frozen
 class FieldNames:
     """What an API calls the fields that make a turn, for its errors."""
 
@@ -29,7 +30,7 @@ class FieldNames:
     """Returns the field that sets a variable of the chat template."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Turn:
     """What is asked of a model in a conversation."""
 
@@ -51,7 +52,7 @@ class Turn:
     """The conversation in other messages, for templates that refuse it as it is; empty if there is no other way."""
 
 
-@dataclass(frozen=True)
+@frozen
 class End:
     """The end of a reply."""
 

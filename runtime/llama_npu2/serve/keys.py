@@ -7,7 +7,8 @@ import hmac
 import re
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+
+from llama_npu2.frozen import frozen
 
 namespace: ContextVar[str] = ContextVar("namespace", default="")
 """The namespace of the KV cache for the request that this task answers."""
@@ -15,7 +16,7 @@ namespace: ContextVar[str] = ContextVar("namespace", default="")
 _LINE = re.compile(r"(?:(?P<name>[\w.-]{1,64}):\s+)?(?P<key>\S+)", re.ASCII)
 
 
-@dataclass(frozen=True)
+@frozen
 class Key:
     """A key that clients send."""
 

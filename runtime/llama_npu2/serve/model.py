@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any, Protocol
 
 from llama_npu2.artifact.manifest import Manifest
@@ -19,6 +19,7 @@ from llama_npu2.engine.llama import Llama, Prompt
 from llama_npu2.engine.memory import blocks_within, context_within, memory_needed
 from llama_npu2.engine.serving import Serving, Stream
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.options import Sampling
 from llama_npu2.serve.failures import RequestError, TooLongError, engine_failed
 from llama_npu2.serve.keys import namespace
@@ -89,7 +90,7 @@ class Keeper(Protocol):
         """Unload a model that no request holds any more, once it was kept for long enough."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Loaded:
     """What a model has while it is loaded."""
 

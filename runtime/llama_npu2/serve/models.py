@@ -8,13 +8,13 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.engine.llama import Llama
 from llama_npu2.errors import UserError, suggestion
+from llama_npu2.frozen import frozen
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.model import Loaded, Model
 
@@ -22,7 +22,7 @@ _LATEST = ":latest"
 """The tag that clients of Ollama add to names without one."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Keeping:
     """How models are loaded and kept."""
 

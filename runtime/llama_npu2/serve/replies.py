@@ -6,18 +6,18 @@ import asyncio
 import traceback
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
 
 from llama_npu2.engine.completion import Logprob
 from llama_npu2.engine.serving import Stream
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.options import OptionError, Sampling
 from llama_npu2.serve.failures import RequestError, engine_failed
 from llama_npu2.serve.model import Model
 from llama_npu2.text.replies import Piece
 
 
-@dataclass(frozen=True)
+@frozen
 class Usage:
     """How many tokens a request took."""
 

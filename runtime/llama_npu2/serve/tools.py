@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from llama_npu2.frozen import frozen
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import MOST_CALLS
 from llama_npu2.text.replies import Kind, Piece
@@ -19,7 +19,7 @@ _VALUES = ("const", "enum", "default", "examples")
 """Keywords of a schema whose values are no schemas."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Choice:
     """Which tools a model may or has to call."""
 
@@ -33,10 +33,14 @@ class Choice:
     """Whether a forced reply may be a list of calls, too."""
 
 
+ANY = Choice()
+"""The model may call any tool, or none."""
+
+
 class Tools:
     """The tools of one request."""
 
-    def __init__(self, functions: Sequence[Mapping[str, Any]] = (), choice: Choice = Choice()) -> None:
+    def __init__(self, functions: Sequence[Mapping[str, Any]] = (), choice: Choice = ANY) -> None:
         """Raises RequestError if tools and choice do not fit.
 
         Args:
@@ -103,7 +107,7 @@ def _moved(schema: Any, to: str) -> Any:
     return found
 
 
-@dataclass(frozen=True)
+@frozen
 class ToolCall:
     """A call of a tool in a reply."""
 

@@ -6,9 +6,9 @@ A text that merely looks like a mark is none: marks are tokens of their own, spe
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
+from llama_npu2.frozen import frozen
 from llama_npu2.text.tokenizer import TextStream, Tokenizer
 
 
@@ -20,7 +20,7 @@ class Kind(Enum):
     TOOL_CALL = "tool call"
 
 
-@dataclass(frozen=True)
+@frozen
 class Piece:
     """A piece of a reply, of whole UTF-8 characters."""
 

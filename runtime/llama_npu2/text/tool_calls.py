@@ -6,8 +6,9 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from llama_npu2.frozen import frozen
 
 _LONGEST = 1 << 20
 """Most characters of a text that calls are looked for in."""
@@ -18,7 +19,7 @@ _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*")
 _BETWEEN = re.compile(r"[\s;,]*")
 
 
-@dataclass(frozen=True)
+@frozen
 class Call:
     """A call of a tool."""
 

@@ -9,10 +9,10 @@ import base64
 import binascii
 import functools
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import load_json
 from llama_npu2.trust import settings
 from llama_npu2.trust.keys import OWN, TRUST, PublicKey, from_environment, revoked_keys, trusted_keys
@@ -23,7 +23,7 @@ MAX_BYTES = 16 << 20
 _SIGNING_KEY = "signing_key"
 
 
-@dataclass(frozen=True)
+@frozen
 class Signed:
     """A payload that was signed with a key that the user trusts."""
 

@@ -7,9 +7,9 @@ import binascii
 import hashlib
 import os
 import re
-from dataclasses import dataclass
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from llama_npu2.trust import settings
 
 TRUST = "LLAMA_NPU2_TRUST"
@@ -28,7 +28,7 @@ _PREFIX = b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
 """The bytes before the 32 bytes of the key in OpenSSH's encoding (RFC 8709, section 4)."""
 
 
-@dataclass(frozen=True)
+@frozen
 class PublicKey:
     """An Ed25519 public key. As text it is OpenSSH's `ssh-ed25519 AAAA...`."""
 

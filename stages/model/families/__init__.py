@@ -10,11 +10,11 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_npu2.errors import REMEDY
+from llama_npu2.frozen import frozen
 from stages.engine.files import read_json
 from stages.model.config import Config, ConfigFields
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, STACKED, TURNED, VOCABULARY, Attention, Layer, Shape
@@ -22,7 +22,7 @@ from stages.model.families.gguf import Gguf
 from stages.model.families.place import Location, Place
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Family:
     """One model family."""
 

@@ -6,9 +6,10 @@ A family's file says what is different in its own (`Family.gguf`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from llama_npu2.frozen import frozen
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, QK_NORMS, ROW_NORMS
 from stages.model.families.place import Place
 
@@ -58,7 +59,7 @@ EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 """The keys of the number of experts, of those that a row takes, and of their inner width."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Gguf:
     """How GGUF files hold a family's models. Norms that have an offset are stored with it added."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
+from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
 
 
-@dataclass(frozen=True)
+@frozen
 class Place:
     """The tensor that holds the weights of a slot, and which of its rows they are."""
 
@@ -46,7 +47,7 @@ class Place:
         return heads.reshape(-1, len(head))[:, head].reshape(-1)
 
 
-@dataclass(frozen=True)
+@frozen
 class Location:
     """A place in a model of given sizes."""
 

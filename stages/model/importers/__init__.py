@@ -12,10 +12,11 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
 from stages.weights.format import Shape
 
@@ -29,7 +30,7 @@ PLAIN = ("bf16", "f16", "f32")
 """Formats of tensors that are not quantised."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Held:
     """A tensor of a checkpoint."""
 
@@ -109,7 +110,7 @@ class Container(Protocol):
         """Return the tokenizer in Hugging Face files, by name. Raises UserError."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Method:
     """A method of quantised safetensors."""
 

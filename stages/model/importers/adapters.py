@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine.files import read_json
 from stages.engine.lazy import np
 from stages.model.importers import PLAIN, Held
@@ -42,7 +42,7 @@ _PREFIX = "base_model.model."
 _PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
-@dataclass(frozen=True)
+@frozen
 class Adapter:
     """A directory that PEFT wrote, and by how much its change of the weights is multiplied."""
 

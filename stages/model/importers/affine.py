@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from llama_npu2.frozen import frozen
 from stages.model.importers import Held
 from stages.model.importers.directory import Tensors
 from stages.weights.constants import GROUP
@@ -18,7 +18,7 @@ SCALES = ("BF16", "F16", "F32")
 """The dtypes that scales may have."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Affine:
     """A quantised matrix."""
 

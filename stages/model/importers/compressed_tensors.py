@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.model.config import ConfigFields
 from stages.model.importers import Held, Method, affine, fp8
 from stages.model.importers.affine import Affine, equal_groups, words, words_to_numbers
@@ -36,7 +36,7 @@ FORMATS = ("int-quantized", "pack-quantized", "naive-quantized", "float-quantize
 _BESIDE = ("input_scale", "input_zero_point")
 
 
-@dataclass(frozen=True)
+@frozen
 class _Scheme:
     """The quantisation of the weights of some modules."""
 
@@ -62,7 +62,7 @@ class _Scheme:
         return min(kinds, default=None)
 
 
-@dataclass(frozen=True)
+@frozen
 class _Matrix:
     """A quantised matrix; `stem` is its name without `weight`, `packed` whether numbers lie in words."""
 

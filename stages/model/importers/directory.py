@@ -6,12 +6,12 @@ import json
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError, first_line
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import load_json
 from llama_npu2.text.chat_template import TEMPLATES
 from llama_npu2.text.pooling import EMBEDDING, LAST_TOKEN
@@ -49,7 +49,7 @@ _POOLINGS = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "
 DAMAGED = "the checkpoint is incomplete or damaged, download it again"
 
 
-@dataclass(frozen=True)
+@frozen
 class Entry:
     """A tensor of a file; `dtype` is the name that safetensors has for it."""
 

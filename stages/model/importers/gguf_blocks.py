@@ -7,14 +7,14 @@ https://github.com/ggml-org/ggml/tree/master/src
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
+from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
 from stages.weights.constants import GROUP
 from stages.weights.formats import int4_f32, int8_f32, int8_f32_16, mxfp4
 
 
-@dataclass(frozen=True)
+@frozen
 class BlockType:
     """A type of tensors: how a block of values lies in bytes."""
 

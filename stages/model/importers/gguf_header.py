@@ -8,13 +8,14 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.artifact.regular import open_regular
 from llama_npu2.errors import UserError, first_line
+from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
 
 VERSIONS = (2, 3)
@@ -26,7 +27,7 @@ _SHORTEST = {"tensors": 8 + 4 + 4 + 8, "values": 8 + 4 + 1}
 """Bytes of an entry with an empty name, in the order of the counts in the header."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Place:
     """The place of a tensor in a file."""
 

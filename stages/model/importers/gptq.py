@@ -13,11 +13,11 @@ and a bias of zeros in AutoGPTQ's files, where the model has none.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from llama_npu2.frozen import frozen
 from stages.model.config import ConfigFields
 from stages.model.importers import Held, Method, affine
 from stages.model.importers.affine import Affine, equal_groups, words, words_to_numbers
@@ -25,7 +25,7 @@ from stages.model.importers.directory import Tensors
 from stages.weights.format import Shape
 
 
-@dataclass(frozen=True)
+@frozen
 class _Matrix:
     """A quantised matrix; `stem` is its name without `weight`."""
 

@@ -8,11 +8,11 @@ so that its figures can be compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE, View
+from llama_npu2.frozen import frozen
 from stages.kernels.token_attention import of_sequences, together
 from stages.kernels.tokens import COUNTS, of_sequence
 from stages.kernels.tokens import PREFIX as BATCHED
@@ -40,7 +40,7 @@ from stages.model.part import HISTORY, KV, KV_ROW, Dim, Joined, PartBuilder, Sha
 from stages.weights.scalars import ACTIVATIONS
 
 
-@dataclass(frozen=True)
+@frozen
 class _Rows:
     """The rows that a part computes: those of a prompt, as matrices, a token's, as a vector, or several tokens'."""
 
@@ -75,7 +75,7 @@ _TOKEN = _Rows(1, "gemv")
 _TOKENS = _Rows("seq", f"{BATCHED}gemv")
 
 
-@dataclass(frozen=True)
+@frozen
 class Described:
     """What a part is built from."""
 

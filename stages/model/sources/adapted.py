@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine.files import write_atomic
 from stages.model.importers.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMPOSED, Adapter, compose
 from stages.model.sources.hub import HubSource
 from stages.model.sources.source import Listed, Source, listed
 
 
-@dataclass(frozen=True)
+@frozen
 class HubAdapter(HubSource):
     """An adapter on the hub."""
 
@@ -26,7 +26,7 @@ class HubAdapter(HubSource):
         _ = Adapter(path).files
 
 
-@dataclass(frozen=True)
+@frozen
 class Chosen:
     """One adapter of `lora=`, with its weight."""
 
@@ -51,7 +51,7 @@ class Chosen:
         return [] if isinstance(self.where, HubAdapter) else Adapter(self.where).files
 
 
-@dataclass(frozen=True)
+@frozen
 class AdaptedSource(Source):
     """A source whose checkpoint gets adapters."""
 

@@ -6,11 +6,11 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.artifact.regular import read_regular
+from llama_npu2.frozen import frozen
 from stages.engine.files import atomic_directory, require_space
 from stages.engine.lock import ProcessLock
 from stages.engine.places import GENERATED, lock_file
@@ -22,7 +22,7 @@ from stages.model.sources.source import Listed, Source, listed
 from stages.weights.blobs import safetensors_bytes
 
 
-@dataclass(frozen=True)
+@frozen
 class RandomSource(Source):
     """Seeded random weights of given shapes, generated once, to measure sizes and speed."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError, first_line
+from llama_npu2.frozen import frozen
 from stages.engine.room import no_room
 from stages.model.importers.directory import CONFIG_FILES, INDEX, TOKENIZER_FILES
 from stages.model.importers.gguf_parts import part_names, whole_name
@@ -18,7 +18,7 @@ from stages.model.sources.source import Listed, Source
 _PATTERNS = (*CONFIG_FILES, "model*.safetensors", "gptq_model*.safetensors", INDEX, *TOKENIZER_FILES)
 
 
-@dataclass(frozen=True)
+@frozen
 class HubSource(Source):
     repo: str
     revision: str
@@ -119,7 +119,7 @@ class HubSource(Source):
         raise UserError(where + why) from None
 
 
-@dataclass(frozen=True)
+@frozen
 class HubGguf(HubSource):
     """A GGUF file in a repository of the hub, or the first of its parts."""
 

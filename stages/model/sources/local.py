@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine.places import ROOT
 from stages.model.importers.directory import CONFIG_FILES, INDEX, TOKENIZER_FILES
 from stages.model.importers.gguf_parts import parts
@@ -16,7 +16,7 @@ from stages.model.sources.source import Source
 DEMO = ROOT / "models/demo"
 
 
-@dataclass(frozen=True)
+@frozen
 class LocalSource(Source):
     """A checkpoint directory in Hugging Face format."""
 
@@ -47,7 +47,7 @@ class LocalSource(Source):
         return self.directory
 
 
-@dataclass(frozen=True)
+@frozen
 class GgufSource(Source):
     """A GGUF file, or the first of its parts."""
 
@@ -64,7 +64,7 @@ class GgufSource(Source):
         return self.file
 
 
-@dataclass(frozen=True)
+@frozen
 class ArtifactsOnly(Source):
     """A name below `artifacts/` whose checkpoint is not on this machine: it can be used, not rebuilt."""
 

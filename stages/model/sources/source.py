@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_npu2.frozen import frozen
 from stages.model.importers.directory import CONFIG_FILES
 
 
-@dataclass(frozen=True)
+@frozen
 class Listed:
     """A file of a checkpoint."""
 

@@ -6,7 +6,6 @@ Both choose after the same tokens, those that the runtime chose, so that every p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from llama_npu2 import Llama
 from llama_npu2.cli.table import Table
 from llama_npu2.engine.sampling import log_softmax
 from llama_npu2.errors import UserError, first_line, reason
+from llama_npu2.frozen import frozen
 from llama_npu2.schema import load_json, record, text
 from llama_npu2.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ _LINE = record(
 )
 
 
-@dataclass(frozen=True)
+@frozen
 class Prompt:
     """A prompt of a file."""
 
@@ -83,7 +83,7 @@ _WIDTHS = {"prompt": 44, ">equal": 5, "first difference": 0, ">runtime's rank": 
 TABLE = Table(_WIDTHS.items())
 
 
-@dataclass(frozen=True)
+@frozen
 class Choice:
     """The best token of one side."""
 
@@ -98,7 +98,7 @@ class Choice:
     """Its probability by transformers."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Difference:
     """A position at which the sides choose different tokens."""
 
@@ -108,7 +108,7 @@ class Difference:
     theirs: Choice
 
 
-@dataclass(frozen=True)
+@frozen
 class Comparison:
     """The outcome for one prompt."""
 
@@ -151,7 +151,7 @@ Piece = Callable[[Sequence[int], int], str]
 """The text that a token adds to those before it."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Continued:
     """A prompt as the runtime continues it."""
 

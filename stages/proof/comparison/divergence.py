@@ -8,7 +8,6 @@ of the next token). Both are defined as in llama.cpp's `perplexity --kl-divergen
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from llama_npu2 import Llama, UserError
 from llama_npu2.engine.sampling import log_softmax
 from llama_npu2.errors import reason
+from llama_npu2.frozen import frozen
 
 TEXT = Path(__file__).with_name("evaluation.txt")
 """Questions, facts and short stories, written for this project."""
@@ -28,7 +28,7 @@ _CONFIDENCE = (2.5, 97.5)
 """Percentiles of the resampled means."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Quality:
     """How far a model is from its checkpoint in float32."""
 

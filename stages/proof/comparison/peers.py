@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from llama_npu2.artifact.dtypes import DTYPES
 from llama_npu2.cli.bench import LONGEST
 from llama_npu2.engine.llama import Llama
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.engine.files import content_digest
 from stages.engine.places import CHECKPOINT, ROOT, python_environment
 from stages.engine.tree import Tree
@@ -153,7 +153,7 @@ class Transformers:
         return logits
 
 
-@dataclass(frozen=True)
+@frozen
 class Entrant:
     """A program with a model in one of its formats."""
 
@@ -212,7 +212,7 @@ def _transformers_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) 
         yield Entrant("transformers", kind, checkpoint, values * DTYPES["bf16"].itemsize)
 
 
-@dataclass(frozen=True)
+@frozen
 class Program:
     """Another program that runs checkpoints."""
 

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 
 from llama_npu2 import Llama, UserError
+from llama_npu2.frozen import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Window:
     """Tokens that are read from an empty context."""
 
@@ -33,7 +33,7 @@ class Window:
     """The tokens from this one on, 1 or more, are predicted."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Perplexity:
     """The result for a text."""
 

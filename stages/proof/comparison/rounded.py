@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from llama_npu2 import UserError
 from llama_npu2.artifact.dtypes import DTYPES
+from llama_npu2.frozen import frozen
 from stages.graph import Build
 from stages.kernels import kernel_for
 from stages.model import calibration
@@ -25,7 +25,7 @@ from stages.targets import targets
 from stages.weights.formats import formats, w8a8
 
 
-@dataclass(frozen=True)
+@frozen
 class Rounded:
     """Weights in a format."""
 

@@ -8,7 +8,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2 import Llama, load
+from llama_npu2.frozen import frozen
 from stages.engine.files import file_digests, write_atomic
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ EXACT_WINDOWS = 2
 SIMULATED_TOKENS = 24
 
 
-@dataclass(frozen=True)
+@frozen
 class Verification:
     """The result for an artifact directory."""
 
@@ -170,7 +171,7 @@ def windows(llm: Llama, text: Path, full: bool) -> list[list[int]]:
     return divergence.windows(ids, divergence.ALL_WINDOWS if full else divergence.WINDOWS, llm.context_length)
 
 
-@dataclass(frozen=True)
+@frozen
 class Exactness:
     """How far logits are from transformers in float32 with the same weights.
 
@@ -198,7 +199,7 @@ class Exactness:
         )
 
 
-@dataclass(frozen=True)
+@frozen
 class Rounding:
     """How far a tensor is from the checkpoint's."""
 

@@ -9,13 +9,14 @@ are counted in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from llama_npu2.frozen import frozen
 from stages.kernels import (
     HOST_SET,
     add,
@@ -55,7 +56,7 @@ BLOCK_FLOAT = 2.0**-7
 """Error of each of eight inputs that share an exponent, relative to the largest of them."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Arithmetic:
     """Relative errors of what a kernel set computes in f32, or in pairs of bf16 (kernel_src/aie2p/tile.h)."""
 
@@ -93,7 +94,7 @@ ARITHMETIC = {
 }
 
 
-@dataclass(frozen=True)
+@frozen
 class ErrorBound:
     """How far each element of a result may be from the reference's."""
 
@@ -105,7 +106,7 @@ class ErrorBound:
     """Intermediate values, of the result's shape, that were rounded too, and may have been rounded wrong."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Weight:
     """A weight `[rows, cols]` or `[cols]`, as it is stored."""
 
@@ -135,7 +136,7 @@ class Weight:
         return _groups(self.values, size)
 
 
-@dataclass(frozen=True)
+@frozen
 class Case:
     """One call of a launch: what it was given, and what it should have made of it."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
+from llama_npu2.frozen import frozen
 from stages.kernels import Arg, kv_rows
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.buffers import tensors_of
@@ -37,7 +38,7 @@ _APPENDS = ("append_kv", "append_kv_panels")
 _ATTENTION = "attention"
 
 
-@dataclass(frozen=True)
+@frozen
 class Worst:
     """The element of a result whose error is the largest part of its limit."""
 

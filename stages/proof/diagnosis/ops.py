@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import LOGITS, PREFILL, PREFILL_CHUNK, SEQUENCES, TOKENS, Phase, PlannedCall
+from llama_npu2.frozen import frozen
 from stages.engine.places import CONFIG
 from stages.graph import Build
 from stages.kernels import HOST_SET, Arg, Kernel, kernels, kv_rows
@@ -21,7 +22,7 @@ from stages.weights.formats import w8a8
 PLAIN_FORMATS = {"i32", *PLAIN}
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Op:
     """One launch of one call of a phase. `slots`, `names` and `buffers` are by the kernel's arguments."""
 

@@ -14,6 +14,7 @@ from llama_npu2.artifact.plan import FROM_POSITION, Phase
 from llama_npu2.engine.chunks import Chunk
 from llama_npu2.engine.row_logits import logits_phase
 from llama_npu2.engine.trace import TracedCall
+from llama_npu2.frozen import frozen
 from stages.kernels import HOST_SET, Arg, kv_rows
 from stages.kernels.append_kv import rows_of_panels
 from stages.kernels.unpacking import written_part
@@ -29,7 +30,7 @@ because kernels multiply what they mask by zero."""
 Values = dict[str, np.ndarray]
 
 
-@dataclass(frozen=True)
+@frozen
 class Sample:
     """A launch in one call of `rows` tokens from `position` on."""
 

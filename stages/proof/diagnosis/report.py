@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 import numpy as np
 
+from llama_npu2.frozen import frozen
 from stages.proof.diagnosis.launches import Finding
 
 MOST = 2.0
@@ -17,7 +18,7 @@ WORST = 5
 """Percentage of positions, those with the lowest cosines, that a cosine leaves out."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Distance:
     """How far rows are from others."""
 
@@ -29,7 +30,7 @@ class Distance:
     """Root mean square of the differences, divided by that of the values."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Layer:
     """The output of a layer, for the positions of one part of the text."""
 
@@ -94,7 +95,7 @@ def compared(
     return parts
 
 
-@dataclass(frozen=True)
+@frozen
 class Report:
     """The result of `doit diagnose`."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
+from llama_npu2.frozen import frozen
 
-@dataclass(frozen=True)
+
+@frozen
 class Fault:
     """A cause, explained."""
 

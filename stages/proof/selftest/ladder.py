@@ -21,6 +21,7 @@ from llama_npu2.devices import Device
 from llama_npu2.devices.xrt.bindings import FAILURES, first_line
 from llama_npu2.devices.xrt.limits import CHAIN
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.model.config import Config
 from stages.model.grouping import Program
 from stages.proof.selftest import faults, measure, raw
@@ -56,7 +57,7 @@ LONG_SECONDS = (1.0, 3.0)
 """Commands that the driver's watchdog must let through, and must end."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Rung:
     """The result of one rung."""
 
@@ -92,7 +93,7 @@ class Outcome:
         return next((rung for rung in self.rungs if rung.result == BROKEN), None)
 
 
-@dataclass(frozen=True)
+@frozen
 class Setup:
     """The directories and options that the ladder runs with."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from llama_npu2.engine.chunks import decode_phase
 from llama_npu2.engine.llama import Llama
 from llama_npu2.engine.memory import Memory
 from llama_npu2.engine.step import Run
+from llama_npu2.frozen import frozen
 from stages.model import reference
 from stages.model.config import Config
 from stages.model.grouping import Program
@@ -38,7 +38,7 @@ TOKENS = 4
 """Tokens generated after the prompt."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Moment:
     """A call of a phase, with the values of its slots (arguments). Rows are those of a prompt, not of its bucket."""
 
@@ -55,7 +55,7 @@ class Moment:
     """Launches of the phase up to the end of the call, those on the host included."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Row:
     """A token after others, processed alone."""
 
@@ -68,7 +68,7 @@ class Row:
     """Those after it."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Expected:
     """The results of the references."""
 

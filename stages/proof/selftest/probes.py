@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from llama_npu2.frozen import frozen
 from stages.kernels import (
     KV_FORMATS,
     Arg,
@@ -42,7 +43,7 @@ START = 100
 """Position of the first row, for kernels that take one."""
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Probe:
     """A small program that tests one thing."""
 

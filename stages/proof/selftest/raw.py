@@ -10,7 +10,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from llama_npu2.devices.xrt.bindings import FAILURES, first_line, import_pyxrt
 from llama_npu2.devices.xrt.session import exclusive_use
 from llama_npu2.devices.xrt.submissions import TIMEOUT_MS
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.proof.selftest.faults import Failure, cause_of
 from stages.proof.selftest.trial import Slots
 
@@ -227,7 +227,7 @@ class Program:
         return results
 
 
-@dataclass(frozen=True)
+@frozen
 class Bound:
     """A run, and its buffers by slot."""
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.kernels import Arg, Kernel, add, flash_attention, kernels, rms_norm, rope, silu_and_mul
 from stages.proof.selftest import bounds
@@ -35,7 +36,7 @@ ROWS, EMB, FFN, HEADS, KV_HEADS, HEAD_DIM = 512, 2048, 8192, 32, 8, 64
 EPS = 1e-5
 
 
-@dataclass(frozen=True)
+@frozen
 class Tile:
     """A buffer in L1."""
 
@@ -76,7 +77,7 @@ class Tile:
         return values
 
 
-@dataclass(frozen=True)
+@frozen
 class Resident:
     """A probe of one tile function: `first` and `last` run once, `step` runs `calls` times."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, Arg, Kernel, gemv
@@ -19,7 +19,7 @@ TILE_ROWS, TILE_COLS = 8, 1024
 TILES = 256
 
 
-@dataclass(frozen=True)
+@frozen
 class Streams:
     """`count` streams, one per column, or two."""
 

@@ -6,7 +6,6 @@ Each dispatch has buffers of its own, so that one that does nothing does not sho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from llama_npu2.artifact.dtypes import DTYPES, nbytes
 from llama_npu2.artifact.plan import WHOLE, Positions, View
 from llama_npu2.devices import Binding, Call, Device
+from llama_npu2.frozen import frozen
 
 Slots = Sequence[Mapping[str, Any]]
 """Slots (arguments) as in a manifest: name, shape, role, dtype."""
@@ -22,7 +22,7 @@ Values = Mapping[str, np.ndarray]
 DISPATCHES = 3
 
 
-@dataclass(frozen=True)
+@frozen
 class Verdict:
     """The judgement of results."""
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from markupsafe import Markup
 
+from llama_npu2.frozen import frozen
 from stages.reports.pages.blocks import colour, details, tag, zoomed
 
 _HEIGHT = 280
@@ -25,7 +25,7 @@ _LABELS = 12
 """Names of categories that fit below a chart."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Series:
     """The bars of one colour: a value for each category."""
 
@@ -35,7 +35,7 @@ class Series:
     values: Sequence[float]
 
 
-@dataclass(frozen=True)
+@frozen
 class Axis:
     """The values from one end of a chart to the other."""
 
@@ -71,7 +71,7 @@ class Axis:
         return [number * step for number in range(first, last + 1)]
 
 
-@dataclass(frozen=True)
+@frozen
 class Curve:
     """A line through points, dotted where it is `dashed`."""
 
@@ -82,7 +82,7 @@ class Curve:
     marked: bool = False
 
 
-@dataclass(frozen=True)
+@frozen
 class Dot:
     """A point of `size` pixels; `title` is shown where a pointer rests on it."""
 
@@ -94,7 +94,7 @@ class Dot:
     diamond: bool = False
 
 
-@dataclass(frozen=True)
+@frozen
 class Span:
     """Something that happens on a lane of a time line, in milliseconds from its beginning."""
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean
 
 from markupsafe import Markup
 
+from llama_npu2.frozen import frozen
 from stages.reports.pages.blocks import details, svg, tag
 
 _CHARACTER = 7.5
@@ -26,7 +26,7 @@ _HINT = "Choose a node, or walk with the arrow keys, to see what leads to it, wh
 Point = tuple[float, float]
 
 
-@dataclass(frozen=True)
+@frozen
 class Node:
     """A box of the drawing."""
 

@@ -7,7 +7,7 @@ bucket, and programs with attention come in one for each context bucket (window)
 
 from stages.targets import Target
 from stages.targets.npu2.groupings import CONTEXT, GROUPINGS
-from stages.targets.npu2.toolchain import need_npu_tools, runs_here, usable_here
+from stages.targets.npu2.toolchain import need_npu_tools, runs_here, suits
 
 KERNEL_SET = "aie2p"
 
@@ -21,7 +21,7 @@ TARGET = Target(
     foreign_tools=True,
     context=CONTEXT,
     built_on=lambda: {"generation": KERNEL_SET},
-    suits=usable_here,
+    suits=suits,
     runs_here=runs_here,
     need_tools=need_npu_tools,
     rank=1,

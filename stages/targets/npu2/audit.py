@@ -20,6 +20,7 @@ from xdsl.dialects import scf
 from xdsl.dialects.builtin import MemRefType, ModuleOp
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.air import analysis, limits
 from stages.air.access import Access, Coverage, Runs, accesses, in_order, walk
 from stages.air.dialect import L3, ChannelEnd, ChannelGetOp, LaunchOp, constant_of, parents
@@ -152,7 +153,7 @@ def walked(descriptor: Descriptor, runs: int, where: str) -> Runs:
     return elements
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class _Launch:
     """The audit of one launch."""
 

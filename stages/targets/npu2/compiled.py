@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages import air
 
 Dims = tuple[tuple[int, int], ...]
@@ -117,7 +118,7 @@ def elements_of(memref: str) -> tuple[int, int]:
     return math.prod(int(n) for n in match[1].split("x") if n), _BITS[match[2]] // 8
 
 
-@dataclass(frozen=True)
+@frozen
 class Descriptor:
     """A buffer descriptor: one transfer of a DMA. Sizes are in elements."""
 
@@ -139,7 +140,7 @@ class Descriptor:
         return self.length * self.element_bytes
 
 
-@dataclass(frozen=True)
+@frozen
 class Channel:
     """A DMA channel of a tile."""
 
@@ -153,7 +154,7 @@ class Channel:
         return f"channel {self.direction} {self.number} of tile ({self.column}, {self.row})"
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Task:
     """A task of a shim channel: descriptors that run one after the other."""
 
@@ -167,7 +168,7 @@ class Task:
     """Whether its end is signalled, so that it can be awaited."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Command:
     """A command of a launch."""
 
@@ -184,7 +185,7 @@ LockUse = tuple[str, int]
 """(lock, amount by which it is taken or given)."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Turn:
     """One descriptor of a tile's channel with its locks."""
 
@@ -195,7 +196,7 @@ class Turn:
     """Locks that it gives afterwards."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Engine:
     """The program of a DMA channel of a memory or compute tile."""
 
@@ -211,7 +212,7 @@ class Engine:
         return [turn.descriptor for turn in self.turns]
 
 
-@dataclass(frozen=True)
+@frozen
 class Action:
     """A step of a core's program."""
 
@@ -226,7 +227,7 @@ class Action:
     """Actions of the loop."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Core:
     """A core and its program."""
 
@@ -236,7 +237,7 @@ class Core:
     """Repeated for ever."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Flow:
     """A stream between two DMAs."""
 
@@ -246,7 +247,7 @@ class Flow:
     """The ID of the packets that it carries; None if it is circuit-switched."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Buffer:
     """A buffer in the memory of a tile."""
 
@@ -259,7 +260,7 @@ class Buffer:
     bank: int | None
 
 
-@dataclass(frozen=True)
+@frozen
 class Configuration:
     """How the array is configured for a launch, and the commands that run it."""
 
@@ -277,7 +278,7 @@ class Configuration:
     commands: tuple[Command, ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class Compiled:
     """A compiled program."""
 

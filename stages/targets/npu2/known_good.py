@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from llama_npu2.frozen import frozen
 
 _RELEASES = "https://github.com/Xilinx/{}/releases/expanded_assets/{}"
 PEANO = "21.0.0.2026080601+f4a72c27"
@@ -14,7 +15,7 @@ PEANO = "21.0.0.2026080601+f4a72c27"
 numbers with the LLVM 22 nightly 22.0.0.2026081201."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Compiler:
     """A commit of mlir-air whose passes were checked with this project's modules, and the nightly wheel after it."""
 

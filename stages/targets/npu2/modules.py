@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_npu2.devices.xrt.limits import check_duration
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.files import write_json
@@ -151,7 +152,7 @@ def description(library: str, module: Module, support: Sequence[str]) -> dict[st
     }
 
 
-@dataclass(frozen=True)
+@frozen
 class Module:
     """The input of the compiler: a program, its operations, and the kernel and tiling of every launch."""
 
@@ -223,7 +224,7 @@ def steps_together(launches: Sequence[LaunchOp]) -> tuple[int, int]:
     return 1, max(1, most)
 
 
-@dataclass(frozen=True)
+@frozen
 class StepTransfer:
     """A transfer between DDR and a channel of a shim, in one step of a launch."""
 

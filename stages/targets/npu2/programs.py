@@ -20,13 +20,14 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_npu2.devices.xrt.limits import RUNS_SHARE, heap_bytes
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages import air
 from stages.air import limits
 from stages.engine.files import read_json, write_json
@@ -68,7 +69,7 @@ RENAME_LIMIT = 600
 _UNIT_NAME = re.compile(r"(?:aie\.device\([^)]*\)|air\.segment|air\.herd|air\.launch)\s+@(\w+)")
 
 
-@dataclass(frozen=True)
+@frozen
 class Job:
     """One ELF to make."""
 

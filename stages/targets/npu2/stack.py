@@ -5,11 +5,11 @@ A core's stack lies in L1 right before its buffers: an overflow overwrites them,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.air.limits import CALLER_STACK_BYTES, STACK_BYTES
 
 FLAGS = ("-fstack-size-section",)
@@ -22,7 +22,7 @@ Place = tuple[object, int]
 """(section, address in it); (None, address) where addresses are final."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Frame:
     """The stack frame of a function."""
 

@@ -6,13 +6,13 @@ no room, and the audit looks where it lies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Section:
     """A section of an ELF that a core's memory holds."""
 

@@ -11,19 +11,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import xxhash
 
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 from stages.targets.npu2.known_good import NPU1_DEVICE, NPU2_COLUMNS, NPU2_DEVICES
 
 # The NPU's tools
 
 
-@dataclass(frozen=True)
+@frozen
 class Tool:
     """A tool on this machine."""
 
@@ -158,7 +158,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
+@frozen
 class Npu:
     """An accelerator device node."""
 
@@ -199,7 +199,7 @@ def _npu(system: Path, node: Path) -> Npu:
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class Pyxrt:
     """XRT's Python bindings."""
 
@@ -246,8 +246,8 @@ def runs_here() -> bool:
     return bool(device and device.columns and device.usable and bindings and bindings.elf_contexts)
 
 
-def usable_here(model: Path) -> bool:
-    """Tell whether this machine has the NPU and what it takes to use it.
+def suits(model: Path) -> bool:
+    """Tell whether this machine should run the target by default: it has the NPU and what it takes to use it.
 
     That is either a model's artifacts for it (below `model`) or the tools that build them. If there is an NPU that
     cannot be used, print why.

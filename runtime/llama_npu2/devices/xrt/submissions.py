@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -19,6 +18,7 @@ from llama_npu2.devices.xrt.buffers import Range, XrtBuffer
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND, RECOVERY, WATCHDOG, WATCHDOG_PERIODS
 from llama_npu2.devices.xrt.session import Session, XrtProgram
 from llama_npu2.errors import UserError
+from llama_npu2.frozen import frozen
 
 TIMEOUT_MS = round(1000 * (WATCHDOG_PERIODS * WATCHDOG + RECOVERY + COMMAND))
 """Longest wait for a run. The driver ends a command and reports that in less, even when the NPU has to wake first
@@ -28,7 +28,7 @@ _BUSY = ("NEW", "QUEUED", "SUBMITTED")
 """Endings of the states of a run that has not finished."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Access:
     """A call's access to one buffer."""
 

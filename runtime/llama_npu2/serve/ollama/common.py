@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from llama_npu2.frozen import frozen
 from llama_npu2.options import SECONDS, Sampling, seconds_of
 from llama_npu2.schema import Check, Invalid, described, described_by, flag, one_of, whole
 from llama_npu2.serve.answers import Demand, Respond, answered, ready, takes
@@ -244,7 +245,7 @@ class Source(Protocol):
         """Yield what the reply consists of, each part with 0, the number of the reply. Raises RequestError."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Clock:
     """When a request came and when its model was loaded, by `time.perf_counter_ns`."""
 
