@@ -31,7 +31,6 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"x": 1, "notes": ["b"]},
     {"x": 1, "origin": "elsewhere"},
     {"x": 1, "secret": "c"},
-    {"x": float("nan")},
 ]
 
 
