@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.engine.files import read_json, write_json
+from stages.engine.files import write_json
 from stages.estimate.constants import Machine
+from stages.estimate.price import compiled_code
 from stages.graph import Build
 from stages.graph.needs import locked_memory
 from stages.model.plan import make_plan
@@ -36,12 +37,6 @@ def run(build: Build) -> None:
         # An estimate does not depend on the target that this machine would run.
         build = Build(replace(options, target="npu2"))
     _report(build, machine)
-
-
-def compiled_code(directory: Path) -> dict[str, list[int]]:
-    """Return the bytes of code that each launch loads, by the name of a program that is compiled in this directory."""
-    described = {path.stem: read_json(path) for path in sorted((directory / "elf").glob("*.json"))}
-    return {name: facts["code_bytes"] for name, facts in described.items() if facts.get("code_bytes")}
 
 
 def _report(build: Build, machine: Machine) -> None:

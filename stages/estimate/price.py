@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stages.engine.files import read_json
 from stages.estimate.constants import Machine
 from stages.estimate.work import Serial, Time, Work, spend
 from stages.kernels import Kernel, Tiling
@@ -39,6 +41,12 @@ class Described(Protocol):
     @property
     def code_bytes(self) -> Sequence[int]:
         """The bytes of code that each launch loads, in order; fewer, or none, where that is not known."""
+
+
+def compiled_code(directory: Path) -> dict[str, list[int]]:
+    """Return the bytes of code that each launch loads, by the name of a program that is compiled in this directory."""
+    described = {path.stem: read_json(path) for path in sorted((directory / "elf").glob("*.json"))}
+    return {name: facts["code_bytes"] for name, facts in described.items() if facts.get("code_bytes")}
 
 
 @dataclass

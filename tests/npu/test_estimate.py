@@ -22,14 +22,13 @@ from stages import air
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.air.stitching import SETTLE, part_of
-from stages.commands.estimate import compiled_code
 from stages.commands.estimate import run as estimate
 from stages.engine.files import read_json, write_json
 from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
 from stages.estimate.flow import call_work, launch_work
 from stages.estimate.phases import commands, phase_milliseconds
-from stages.estimate.price import description
+from stages.estimate.price import compiled_code, description
 from stages.estimate.ranges import between, ranges
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED
 from stages.estimate.work import (

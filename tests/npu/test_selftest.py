@@ -862,6 +862,10 @@ def test_judging_needs_no_more_than_the_bound() -> None:
 # Measuring
 
 
+CODE = {f"launch_row_{MANY}": [8 << 12] * MANY, f"launch_array_{MANY}": [32 << 12] * MANY}
+"""Bytes of code of launches whose cores load 4 KiB each."""
+
+
 def times_of_a_machine() -> dict[str, float]:
     """Of one whose constants are round numbers."""
     submission, configuration, core, step = 80e-6, 40e-6, 5e-6, 20e-6
@@ -879,8 +883,9 @@ def times_of_a_machine() -> dict[str, float]:
 
 
 def test_constants_are_those_of_the_machine() -> None:
-    found = measure.constants(times_of_a_machine())
+    found = measure.constants(times_of_a_machine(), CODE)
     expected = {"submission_us": 80, "configuration_us": 40, "configuration_core_us": 5, "grid_step_us": 20}
+    expected["configuration_kib_us"] = 1.25
     expected |= {"stream_gbps": 8, "ddr_gbps": 60, "read_4_gbps": 32, "gemm_cycles": 1000}
     for name, value in expected.items():
         assert found[name] == pytest.approx(value), name
@@ -894,10 +899,20 @@ def test_constants_are_those_of_the_machine() -> None:
 
 def test_noise_measures_nothing() -> None:
     times = dict.fromkeys(times_of_a_machine(), 1e-4)
-    assert measure.constants(times).keys() == {"submission_us"}
-    assert measure.constants({}) == {}
+    assert measure.constants(times, CODE).keys() == {"submission_us"}
+    assert measure.constants({}, CODE) == {}
     part = {name: value for name, value in times_of_a_machine().items() if not name.startswith("launch_array")}
-    assert "configuration_us" not in measure.constants(part)
+    assert "configuration_us" not in measure.constants(part, CODE)
+
+
+def test_code_says_what_of_a_launch_is_loading() -> None:
+    """The cores of the larger launch have twice the code. A rate for each core would be too high."""
+    times = times_of_a_machine()
+    times |= {f"launch_array_{n}": 80e-6 + n * (40e-6 + 64 * 5e-6) for n in (FEW, MANY)}
+    found = measure.constants(times, CODE | {f"launch_array_{MANY}": [64 << 12] * MANY})
+    assert found["configuration_us"] == pytest.approx(40) and found["configuration_kib_us"] == pytest.approx(1.25)
+    without = measure.constants(times, {})
+    assert "configuration_us" not in without and "configuration_kib_us" not in without
 
 
 # The report

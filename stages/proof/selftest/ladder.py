@@ -22,6 +22,7 @@ from llama_npu2.devices.xrt.bindings import FAILURES, first_line
 from llama_npu2.devices.xrt.limits import CHAIN
 from llama_npu2.errors import UserError
 from llama_npu2.frozen import frozen
+from stages.estimate.price import compiled_code
 from stages.model.config import Config
 from stages.model.grouping import Program
 from stages.proof.selftest import faults, measure, raw
@@ -138,7 +139,8 @@ def run_ladder(setup: Setup, say: Callable[[Rung], object] = lambda rung: None) 
             os.environ.pop(NO_LISTS, None)
         else:
             os.environ[NO_LISTS] = before
-    outcome.measured = measure.constants({name: float(np.median(times)) for name, times in outcome.times.items()})
+    medians = {name: float(np.median(times)) for name, times in outcome.times.items()}
+    outcome.measured = measure.constants(medians, compiled_code(setup.probes.directory))
     return outcome
 
 

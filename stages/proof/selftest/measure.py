@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stages.air import limits
 from stages.estimate.constants import Machine
@@ -13,6 +13,9 @@ from stages.proof.selftest.streams import Streams
 
 Times = Mapping[str, float]
 """Seconds of a submission, by probe."""
+
+Code = Mapping[str, Sequence[int]]
+"""Bytes of code that each launch loads, by probe (`stages.estimate.price.compiled_code`)."""
 
 CLOCK_GHZ = Machine().clock_ghz
 """The clock that the estimate's rates per cycle refer to: times alone do not show it."""
@@ -33,16 +36,16 @@ MODES = {"rate_gemm": "macs_bf16", "rate_gemm_bfp16": "macs_bf16_x_bfp16"}
 
 
 RATES_OF_TABLE = {
-    *("configuration_core_us", "configuration_us", "submission_us", "ddr_gbps", "stream_gbps", "vector_cycles"),
-    "scheduled_cycles",
+    *("configuration_core_us", "configuration_kib_us", "configuration_us", "submission_us", "ddr_gbps", "stream_gbps"),
+    *("vector_cycles", "scheduled_cycles"),
     *MODES.values(),
 }
 """The rates of the estimate's table that a selftest on hardware measures."""
 
 
-def constants(times: Times) -> dict[str, float]:
+def constants(times: Times, code: Code) -> dict[str, float]:
     """Return constants with the names and units of the estimate's table, and more of the same kind."""
-    constants = {**_launches(times), **_streams(times), **_rates(times)}
+    constants = {**_launches(times, code), **_streams(times), **_rates(times)}
     return {name: value for name, value in constants.items() if value > 0}
 
 
@@ -51,18 +54,28 @@ def _each(times: Times, kind: str) -> float:
     return 1e6 * (times[f"{kind}_{MANY}"] - times[f"{kind}_{FEW}"]) / (MANY - FEW)
 
 
-def _launches(times: Times) -> dict[str, float]:
-    """Return the costs of launches that do almost nothing, so that configuring their cores takes all of the time."""
+def _launches(times: Times, code: Code) -> dict[str, float]:
+    """Return the costs of launches that do almost nothing, so that configuring their cores takes all of the time.
+
+    Launches on all cores take longer than those on a row of them by what loading their code takes. Where its bytes are
+    not known, each core counts the same.
+    """
     if any(f"{kind}_{n}" not in times for kind in ("launch_row", "launch_array", "step_array") for n in (FEW, MANY)):
         return {}
     row, array, step = (_each(times, kind) for kind in ("launch_row", "launch_array", "step_array"))
     core = (array - row) / (limits.COLUMNS * (limits.ROWS - 1))
+    loading, by_code = limits.COLUMNS * core, {}
+    row_kib, array_kib = (code.get(f"{kind}_{MANY}", [0])[0] / 1024 for kind in ("launch_row", "launch_array"))
+    if 0 < row_kib < array_kib:
+        by_code["configuration_kib_us"] = kib = (array - row) / (array_kib - row_kib)
+        loading = row_kib * kib
     return {
         "launch_row_us": row,
         "launch_array_us": array,
         "grid_step_us": step,
         "configuration_core_us": core,
-        "configuration_us": row - limits.COLUMNS * core,
+        **by_code,
+        "configuration_us": row - loading,
         "submission_us": 1e6 * times[BASE] - FEW * row,
     }
 
