@@ -494,7 +494,7 @@ _NORMS, _JOINED = ("q_norm", "k_norm"), "qk_norm"
 def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_head: Index) -> None:
     """Rotate a group's queries, then compute their attention over all key tiles."""
     width, first = p.group * p.head_dim, kv_head * p.kv_head
-    with b.alloc(air.L1, *_token_buffers(p)) as (x, table, *work), b.alloc(air.L1, *_norm_weights(p)) as norms:
+    with b.alloc(air.L1, *token_buffers(p)) as (x, table, *work), b.alloc(air.L1, *_norm_weights(p)) as norms:
         for given in (x, *norms, table):
             b.get(rows, tile, given)
         row = _begin(b, p, kv_head, (x, *norms, table), work)
@@ -506,7 +506,7 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
             b.dma(b.args["out"].at((kv_head * width, width, 1)), out)
 
 
-def _token_buffers(p: Tiling) -> Iterator[tuple[int, ...] | tuple[tuple[int, ...], str]]:
+def token_buffers(p: Tiling) -> Iterator[tuple[int, ...] | tuple[tuple[int, ...], str]]:
     """Yield a core's buffers for a token: `x` and `table`, then its row of the cache, queries, sums and scores."""
     yield (p.width,)
     yield (p.angles,), "f32"
@@ -612,7 +612,7 @@ def _attend_sequences_in_turn(
     """
     (rows, keys, own_rows), kv_head, width = streams, tile[0] + first, p.group * p.head_dim
     with (
-        b.alloc(air.L1, *_token_buffers(p), (width,)) as (x, table, *work, out),
+        b.alloc(air.L1, *token_buffers(p), (width,)) as (x, table, *work, out),
         b.alloc(air.L1, *_norm_weights(p)) as norms,
     ):
         # Buffers that only the loop uses would be moved into it, and doubled.
@@ -711,7 +711,7 @@ def _attend_tokens_in_turn(
     """
     (rows, keys), count, kv_head = streams, p.tokens.together, tile[0] + first
     norm, eps = ([(len(_NORMS) * p.head_dim,)], [p.norm.eps]) if p.norm else ([], [])
-    x, _, row, *work = _token_buffers(p)
+    x, _, row, *work = token_buffers(p)
     tables, fresh = ((count * p.angles,), "f32"), ((p.fresh,), p.kv_dtype)
     with (
         b.alloc(air.L1, x, *norm, tables) as given,

@@ -618,6 +618,7 @@ RATES: Mapping[str, Callable[[str], Resident]] = {
     "rate_int4_gemv": lambda name: resident.grouped_product(name, 512, "int4"),
     "rate_int6_gemv": lambda name: resident.grouped_product(name, 512, "int6"),
     "rate_flash_attention": lambda name: resident.attention(name, 256),
+    "rate_token_attention": lambda name: resident.attention_of_token(name, 512),
     "rate_silu_and_mul": lambda name: resident.by_element(name, "silu_and_mul", 512),
     "rate_add": lambda name: resident.by_element(name, "add", 4096),
     "rate_rms_norm": lambda name: resident.norm(name, 1024),
@@ -648,7 +649,10 @@ def _input(source: Resident | Streams, arg: Arg, shape: tuple[int, ...]) -> np.n
         # Sums of products of small whole numbers are exact in f32, and every format holds the numbers exactly.
         return _seeded(source.name + arg.name, shape).integers(-2, 3, shape).astype(bfloat16)
     if arg.name == "table":
-        return _table(source.name, arg, (math.prod(shape) // resident.HEAD_DIM, resident.HEAD_DIM)).reshape(shape)
+        assert isinstance(source, Resident)
+        (table,) = (tile for tile in source.tiles if tile.name == arg.name)
+        width, position = table.shape[-1], START if table.position is None else table.position
+        return _table(source.name, arg, (math.prod(shape) // width, width), position).reshape(shape)
     values = _drawn(source.name, arg, shape)
     return source.placed(arg.name, values) if isinstance(source, Resident) else values
 

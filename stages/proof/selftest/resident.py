@@ -16,7 +16,7 @@ from ml_dtypes import bfloat16
 
 from llama_npu2.frozen import frozen
 from stages import air
-from stages.kernels import Arg, Kernel, add, flash_attention, kernels, rms_norm, rope, silu_and_mul
+from stages.kernels import Arg, Kernel, add, flash_attention, kernels, rms_norm, rope, silu_and_mul, token_attention
 from stages.proof.selftest import bounds
 from stages.targets.npu2 import KERNEL_SET
 from stages.weights.constants import BLOCK, GROUP
@@ -52,7 +52,7 @@ class Tile:
     grouped: str = ""
     """The format of a weight in groups, of which the tile has panels."""
     position: int | None = None
-    """The i32 that each row of the last block of each row of blocks begins with."""
+    """The i32 that each row of the last block of each row of blocks begins with; of a table, the one after angles."""
 
     @property
     def format(self) -> str:
@@ -69,8 +69,8 @@ class Tile:
         return self.values if self.grouped else (math.prod(self.values or self.shape),)
 
     def placed(self, values: np.ndarray) -> np.ndarray:
-        """Return the tile's values with the position written into them."""
-        if self.position is not None:
+        """Return the tile's values with the position written into its blocks."""
+        if self.position is not None and len(self.shape) > 1:
             last = values.reshape(self.shape)[:, -1]
             last[...] = 0
             last[..., :2] = np.array([self.position], np.int32).view(bfloat16)
@@ -296,6 +296,39 @@ def attention(name: str, calls: int) -> Resident:
     last, macs = ("fa_out", "acc", "stats", "q"), 2 * q * k * d
     counts = {"macs": macs, "values": q * k}
     return Resident(name, "flash_attention", calls, p, tiles, step, reference, first, last, error=error, **counts)
+
+
+def attention_of_token(name: str, calls: int) -> Resident:
+    """Return the probe of the step of a token's attention. The last key is its own."""
+    p = _tiling("token_attention", window=ROWS, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    d, k, own = HEAD_DIM, p.tile_k, p.group * HEAD_DIM
+
+    def reference(count: int, x: np.ndarray, table: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        keys, values = (np.tile(half, KV_HEADS) for half in (kv[:, :d], kv[:, d:]))
+        tables = np.repeat(table[None], k, axis=0)
+        out, _ = token_attention.reference(x[None], tables, k - 1, keys, values, HEADS, KV_HEADS)
+        return out.reshape(-1)[:own]
+
+    def error(want: np.ndarray, x: np.ndarray, table: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        heads, positive = x.reshape(-1, d), x.copy()
+        keys = np.concatenate([kv[:, :d], heads[HEADS : HEADS + 1]])
+        positive[(HEADS + KV_HEADS) * d :] = np.abs(positive[(HEADS + KV_HEADS) * d :])
+        spread = reference(1, positive, table, np.concatenate([kv[:, :d], np.abs(kv[:, d:])], axis=1))
+        # Rotations round queries and the token's own key.
+        return bounds.attention(heads[: p.group], keys, d, spread, want, score=2.0**-8)
+
+    names = ("x", "table", "row", "q", "acc", "stats", "scores")
+    filled: dict[str, Any] = {"x": {"filled": True}, "table": {"filled": True, "position": k - 1}}
+    held = (buffer if isinstance(buffer[0], tuple) else (buffer, "bf16") for buffer in token_attention.token_buffers(p))
+    tiles = [Tile(name, *buffer, **filled.get(name, {})) for name, buffer in zip(names, held, strict=True)]
+    tiles += [Tile("kv", (k, 2 * d), filled=True), Tile("out", (own,), drained=own)]
+    first: Call = ("ta_init", "x", "table", 0, "q", "acc", "stats", "row")
+    step: Call = ("ta_step", "table", 0, "row", "q", "kv", "acc", "stats", "scores")
+    last, macs = ("ta_out", "acc", "stats", "q", "out"), 2 * p.queries * k * d
+    counts = {"macs": macs, "values": p.queries * k}
+    return Resident(
+        name, "token_attention", calls, p, tuple(tiles), step, reference, first, last, error=error, **counts
+    )
 
 
 def _mapped(
