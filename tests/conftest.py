@@ -257,16 +257,17 @@ def _compile_copy(root: Path, artifacts: Path) -> None:
     assert "manifest" in ran(doit("compile", "model=model", cwd=root))
 
 
-def _linked_if_cached(source: str, to: str) -> None:
-    """Copy a file. One of the object cache, which no build changes, is a link to the same content."""
-    (os.link if "/.cache/objects/" in source else shutil.copy2)(source, to)
+def _linked_if_kept(source: str, to: str) -> None:
+    """Copy a file. One that is never changed in place, of the object cache or of Python's own, is a link to the same
+    content."""
+    (os.link if "/.cache/objects/" in source or source.endswith(".pyc") else shutil.copy2)(source, to)
 
 
 @pytest.fixture
 def built(project: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A compiled project to edit. It stays where the test fails: all together are 100,000 files, which a later run
     would remove before its first test."""
-    copied = shutil.copytree(project, tmp_path / "checkout", copy_function=_linked_if_cached)
+    copied = shutil.copytree(project, tmp_path / "checkout", copy_function=_linked_if_kept)
     failed = request.session.testsfailed
     yield copied
     if request.session.testsfailed == failed:

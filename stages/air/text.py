@@ -6,6 +6,7 @@ mlir-air, while the generic form of the DMA changed in 2026. The simulator runs 
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 
 from xdsl.context import Context
@@ -14,6 +15,7 @@ from xdsl.dialects.builtin import Builtin, ModuleOp
 from xdsl.dialects.func import Func
 from xdsl.dialects.memref import MemRef
 from xdsl.dialects.scf import Scf
+from xdsl.ir import TypeAttribute
 from xdsl.parser import Parser
 from xdsl.printer import Printer
 from xdsl.utils.exceptions import ParseError
@@ -29,13 +31,32 @@ def to_mlir(module: ModuleOp) -> str:
     return stream.getvalue() + "\n"
 
 
+class _Parser(Parser):
+    """Reads each type of memrefs once: texts have few of them, thousands of times."""
+
+    _MEMREF = re.compile(r"memref<[\w, :]*>")
+
+    def __init__(self, context: Context, text: str) -> None:
+        super().__init__(context, text)
+        self._memrefs: dict[str, TypeAttribute | None] = {}
+
+    def parse_optional_type(self) -> TypeAttribute | None:
+        found = self._MEMREF.match(self.lexer.input.content, self.pos)
+        if found is None:
+            return super().parse_optional_type()
+        if known := self._memrefs.get(found[0]):
+            self._resume_from(found.end())
+            return known
+        return self._memrefs.setdefault(found[0], super().parse_optional_type())
+
+
 def parse_mlir(text: str) -> ModuleOp:
     """Return the verified module that `to_mlir` printed. UserError with line and reason if the text is malformed."""
     context = Context()
     for part in (Builtin, Arith, Func, MemRef, Scf, AIR):
         context.load_dialect(part)
     try:
-        module = Parser(context, text).parse_module()
+        module = _Parser(context, text).parse_module()
     except ParseError as error:
         line = text.count("\n", 0, error.span.start) + 1
         raise UserError(f"MLIR text, line {line}: {error.msg}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import os
@@ -14,17 +13,10 @@ import xxhash
 
 from stages.engine.digests import Digests
 from stages.engine.places import ROOT, RUNTIME
+from stages.engine.syntax import syntax
 
 _OWN = {"stages": ROOT, "llama_npu2": RUNTIME}
 """The project's packages, and the directories that they are in."""
-
-_PARSING = threading.Lock()
-
-_BLOCKS = ("body", "handlers", "cases", "orelse", "finalbody")
-"""Fields of syntax trees that hold statements, or parts of one that do, in their order."""
-
-Import = tuple[int, str, str]
-"""Level (0: absolute), module, and the name that is imported from it (empty: the module itself)."""
 
 
 class Code:
@@ -92,39 +84,12 @@ class Code:
 
         A package that imports by name may import all its members.
         """
-        statements = self._digests.of_content("imports of ", path, lambda content: list(imports(content)))
+        statements = self._digests.of_content("imports of ", path, lambda content: syntax(content).imports)
         for level, module, member in statements:
             package = _absolute(level, module, name, path)
             yield inner if member and _file(inner := f"{package}.{member}") else package
         if path.name == "__init__.py" and any(module == "importlib" for _, module, _ in statements):
             yield from _members(name, path.parent)
-
-
-def parse(source: bytes) -> ast.Module:
-    """Return a syntax tree. Python 3.11 fails where two threads make trees at the same time (cpython #106905)."""
-    with _PARSING:
-        return ast.parse(source)
-
-
-def imports(source: bytes) -> Iterator[Import]:
-    """Yield every import of a module but those for type checkers only."""
-    for node in _statements(parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((0, alias.name, "") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.level, node.module or "", alias.name) for alias in node.names)
-
-
-def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements in a tree, each before those inside it: walking expressions too takes ten times as long."""
-    todo = [tree]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            continue
-        yield node
-        inner = [each for name in _BLOCKS for each in getattr(node, name, ())]
-        todo += reversed(inner)
 
 
 @functools.cache

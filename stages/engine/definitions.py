@@ -6,13 +6,12 @@ code alone. Only messages depend on them.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import json
 import threading
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,8 @@ import xxhash
 
 from llama_npu2.artifact.regular import read_regular
 from llama_npu2.schema import load_json, mapping, string
-from stages.engine.code import parse
 from stages.engine.places import ROOT
+from stages.engine.syntax import syntax
 
 if TYPE_CHECKING:
     from stages.engine.project import Project
@@ -38,7 +37,6 @@ _KEEPING = threading.Lock()
 """Held while definitions are written, so that of many steps that end at the same time only one finds them."""
 
 _DEFINITIONS = mapping(string, mapping(string, string))
-_BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def definitions(source: bytes) -> dict[str, str]:
@@ -48,31 +46,13 @@ def definitions(source: bytes) -> dict[str, str]:
     """
     lines = source.splitlines()
     owners = [OUTSIDE] * len(lines)
-    for name, first, last in _spans(parse(source).body, ""):
+    for name, first, last in syntax(source).definitions:
         owners[first - 1 : last] = [name] * (last - first + 1)
     states: dict[str, xxhash.xxh3_64] = {}
     for owner, line in zip(owners, lines, strict=True):
         if line.strip():
             states.setdefault(owner, xxhash.xxh3_64()).update(line + b"\n")
     return {name: state.hexdigest()[:8] for name, state in states.items()}
-
-
-def _spans(body: Iterable[ast.stmt], inside: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the names of definitions with their first and last lines, inner ones after those that they are in."""
-    named = ""
-    for node in body:
-        if isinstance(node, _BLOCKS):
-            named = f"{inside}{node.name}"
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            yield named, first, node.end_lineno or first
-            if isinstance(node, ast.ClassDef):
-                yield from _spans(node.body, f"{named}.")
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            named = f"{inside}{ast.unparse(target)}"
-            yield named, node.lineno, node.end_lineno or node.lineno
-        elif named and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            yield named, node.lineno, node.end_lineno or node.lineno  # a constant's docstring
 
 
 @functools.cache

@@ -113,8 +113,27 @@ def as_npu2(manifest: Manifest) -> Manifest:
     return replace(manifest, target={**manifest.target, "name": "npu2", "device": "xrt"}, programs=described)
 
 
+@pytest.fixture(scope="session")
+def expected() -> dict[Any, Any]:
+    """What the references compute, once for all tests."""
+    return {}
+
+
 @pytest.fixture
-def short(few: Setup, monkeypatch: pytest.MonkeyPatch) -> Setup:
+def references_once(expected: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expect = model_rungs.expect
+
+    def kept(manifest: Manifest, config: Any, programs: Any, phase: Any, ids: Sequence[int]) -> Any:
+        asked = manifest.directory, phase, tuple(ids)
+        if asked not in expected:
+            expected[asked] = expect(manifest, config, programs, phase, ids)
+        return expected[asked]
+
+    monkeypatch.setattr(model_rungs, "expect", kept)
+
+
+@pytest.fixture
+def short(few: Setup, references_once: None, monkeypatch: pytest.MonkeyPatch) -> Setup:
     """Without the rungs that take long and which a test does not reach for."""
     monkeypatch.setattr(measure, "TIMED", ())
     monkeypatch.setattr(ladder, "tile_functions", lambda: [probes()[name] for name in TRIED])
@@ -540,20 +559,8 @@ def together(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Setup
     return Setup(manifest, manifest, config, programs(*of), described.bfp16, threads=2)
 
 
-@pytest.fixture(scope="session")
-def expected() -> dict[Any, Any]:
-    """What the references compute, once for all tests."""
-    return {}
-
-
 @pytest.fixture
-def model_alone(together: Setup, expected: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Setup:
-    expect = model_rungs.expect
-
-    def kept(*given: Any) -> Any:
-        return expected.get("") or expected.setdefault("", expect(*given))
-
-    monkeypatch.setattr(model_rungs, "expect", kept)
+def model_alone(together: Setup, references_once: None, monkeypatch: pytest.MonkeyPatch) -> Setup:
     monkeypatch.setattr(ladder._Ladder, "rungs", ladder._Ladder.model_rungs)
     return together
 

@@ -18,6 +18,7 @@ from llama_npu2.errors import UserError
 from stages.air import L1, L2, AirModule, Builder, MemRef, Variant, limits, memref_type, parse_mlir, to_mlir
 from stages.air.analysis import launches
 from stages.air.dialect import DmaMemcpyNdOp, HerdOp
+from stages.air.stitching import reserve_channel_names
 from stages.kernels import add, elementwise, flash_attention, gemm, gemv, rope
 from stages.targets.npu2_sim.lower import lower
 from stages.targets.npu2_sim.objects import FENCE_BYTES
@@ -521,6 +522,9 @@ def test_text_and_ir_are_the_same_program() -> None:
         parsed = parse_mlir(text)
         assert to_mlir(parsed) == text
         assert lower(parsed) == lower(program.module)
+        reserve_channel_names(program.module)
+        assert to_mlir(program.module) != text
+        assert lower(program.module) == lower(parsed), "names that are for the compiler alone are no channels"
     with pytest.raises(UserError, match="MLIR text, line 3: "):
         parse_mlir("builtin.module {\n  air.launch (%x) in (%y=%z)\n}\n")
 

@@ -16,11 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf.json_format import ParseDict
-from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance
-from in_toto_attestation.v1.statement_pb2 import Statement
-from securesystemslib.dsse import Envelope
-from securesystemslib.signer import SSlibKey
 
 from llama_npu2 import load, trust
 from llama_npu2.__main__ import main
@@ -499,6 +494,12 @@ def test_a_measurement_is_signed_if_it_is_of_this_manifest(arrived: Path, become
 
 def test_other_tools_read_what_is_signed(pristine: Path) -> None:
     """The reference implementations of DSSE, in-toto's statement and SLSA's provenance."""
+    from google.protobuf.json_format import ParseDict
+    from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance
+    from in_toto_attestation.v1.statement_pb2 import Statement
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.signer import SSlibKey
+
     content = json.loads((pristine / trust.SIGNATURE).read_text())
     text = content["signatures"][0]["keyid"]
     key = SSlibKey(text, "ed25519", "ed25519", {"public": trust.PublicKey.parse(text).raw.hex()})

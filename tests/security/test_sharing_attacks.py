@@ -231,11 +231,10 @@ def test_a_pipe_that_lies_ready(url: str, pushed: Machine, tmp_path: Path) -> No
     assert machine.build() == []
 
 
-BOMB = zlib.compress(bytes(96 << 20), wbits=31)
-
-
 class _Bomb(BaseHTTPRequestHandler):
     """A page that is small while it is sent."""
+
+    page = b""
 
     def do_HEAD(self) -> None:
         self.send_response(200)
@@ -246,14 +245,15 @@ class _Bomb(BaseHTTPRequestHandler):
         self.send_header("Content-Encoding", "gzip")
         self.end_headers()
         with contextlib.suppress(OSError):  # who reads it has had enough
-            self.wfile.write(BOMB)
+            self.wfile.write(self.page)
 
     def log_message(self, *_: object) -> None:
         pass
 
 
 @pytest.fixture
-def bomb() -> Iterator[str]:
+def bomb(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(_Bomb, "page", zlib.compress(bytes(96 << 20), wbits=31))
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Bomb)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"

@@ -53,7 +53,7 @@ _USUAL_SETS = {
     "int4_f32_a8": ("avx512bf16",),
     "int8_f32_16_moe": ("avx2",),
     "int8_a8_moe": ("portable",),
-    "moe": ("avx512bf16", "avx2"),
+    "moe": ("avx512bf16",),
     "route": ("avx512bf16", "portable"),
     "attention_kv": ("amx", "avx512bf16"),
     "int8_rows_attention": ("amx", "avx512bf16", "avx2"),

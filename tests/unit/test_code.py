@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from stages.engine import code, definitions
-from stages.engine.code import Code, imports
+from stages.engine.code import Code
 from stages.engine.digests import Digests
 from stages.engine.places import ROOT
+from stages.engine.syntax import syntax
 
 
 def modules(tmp_path: Path, module: str) -> set[str]:
@@ -32,7 +33,7 @@ from ..l import m
 if TYPE_CHECKING:
     from stages.no import way
 """
-    assert list(imports(source)) == [
+    assert syntax(source).imports == [
         (0, "stages.a", ""),
         (0, "stages.b", ""),
         (0, "stages.d", "e"),
@@ -75,7 +76,7 @@ def test_a_member_does_not_bring_its_package(tmp_path: Path) -> None:
 def test_every_module_is_found() -> None:
     """None of the project's imports leads nowhere."""
     for path in [*ROOT.glob("stages/**/*.py"), *ROOT.glob("runtime/llama_npu2/**/*.py")]:
-        for level, module, member in imports(path.read_bytes()):
+        for level, module, member in syntax(path.read_bytes()).imports:
             if module.partition(".")[0] in ("stages", "llama_npu2"):
                 assert level == 0, f"{path}: relative import"
                 assert code._file(module) or code._file(f"{module}.{member}"), f"{path}: {module}"

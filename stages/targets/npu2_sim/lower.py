@@ -113,7 +113,9 @@ class _Lowering:
     # structure
 
     def _channels(self) -> list[ChannelOp]:
-        return [op for op in self.module.body.block.ops if isinstance(op, ChannelOp)]
+        """Return the channels that something passes through: of some, only the compiler needs the names."""
+        used = {op.chan_name.string_value() for op in self.module.walk() if isinstance(op, ChannelEnd)}
+        return [op for op in self.module.body.block.ops if isinstance(op, ChannelOp) and op.sym_name.data in used]
 
     def _declare_tile_functions(self) -> None:
         for op in self.module.body.block.ops:
