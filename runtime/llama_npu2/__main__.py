@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from llama_npu2 import __version__, ending, errors
 from llama_npu2.errors import CLOSED, UserError, printable, reason
+from llama_npu2.machine import spare_threads
 from llama_npu2.options import (
     Answering,
     Listening,
@@ -142,6 +143,7 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
     Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C, `CLOSED` where nobody reads the output any
     more.
     """
+    spare_threads()
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments, artifacts)

@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 
 from llama_npu2 import ending
+from llama_npu2.machine import spare_threads
 
 _OWN = ("llama_npu2.engine.llama", "llama_npu2.devices.cpu", "llama_npu2.__main__")
 _OTHERS = ("tokenizers", "numpy.random", "ml_dtypes", "locale", "shutil")
@@ -23,6 +24,7 @@ def main(descriptor: int) -> int:
     Returns:
         The exit status: that of `llama_npu2.__main__.main`, 0 without a command line.
     """
+    spare_threads()
     try:
         with contextlib.suppress(Exception):  # the run meets the same problem, and says it
             _prepare()

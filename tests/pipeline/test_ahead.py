@@ -104,3 +104,15 @@ def test_what_finds_that_all_is_current_imports_no_arithmetic(demo: Path) -> Non
     # `importlib.import_module` shows only what the module itself imports.
     packages = {name.partition(".")[0] for name in imported}
     assert not packages & {"numpy", "ml_dtypes", "tqdm", "rich", "xdsl"} and "stages.sharing.store" not in imported
+
+
+@pytest.mark.parametrize("start", ["ahead.main(os.open(os.devnull, os.O_RDONLY))", "__main__.main(['info', DEMO])"])
+@pytest.mark.parametrize("chosen", ["", "3"])
+def test_numpy_has_one_thread_unless_the_user_says_more(start: str, chosen: str, demo: Path) -> None:
+    """OpenBLAS takes as long to start its threads as numpy takes to import, of another CPU."""
+    code = f"import os, sys, llama_npu2.ahead, llama_npu2.__main__; DEMO = {str(demo)!r}; llama_npu2.{start}; "
+    code += "import numpy; print(os.environ['OPENBLAS_NUM_THREADS'], file=sys.stderr)"
+    inherited = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    env = inherited | {"PYTHONPATH": str(ROOT / "runtime")} | ({"OPENBLAS_NUM_THREADS": chosen} if chosen else {})
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.stderr.split() == [chosen or "1"], run
