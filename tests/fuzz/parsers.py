@@ -574,14 +574,14 @@ def _conversation(scratch: Path) -> Iterator[Run]:
 @functools.cache
 def _world() -> World:
     """A built directory among documents, pushed to a remote. Raises UserError."""
-    from tests.conftest import write_checkpoint
+    from tests.conftest import unfinished, write_checkpoint
     from tests.support.hostile import ACTIONS, compile_all, reply
 
     manifests()  # raises UserError
     world = World(Path(_held.enter_context(tempfile.TemporaryDirectory(prefix="fuzzed-"))))
     write_checkpoint(world.checkpoint)
     objects = Path(os.environ[ARTIFACTS].split(":")[0]).parents[1] / ".cache/objects"
-    shutil.copytree(objects, world.artifacts / ".cache/objects")
+    shutil.copytree(objects, world.artifacts / ".cache/objects", ignore=unfinished)
     with contextlib.redirect_stdout(io.StringIO()):
         envelopes.own_key()
         compile_all(world)

@@ -109,7 +109,7 @@ def test_what_finds_that_all_is_current_imports_no_arithmetic(demo: Path) -> Non
 @pytest.mark.parametrize("start", ["ahead.main(os.open(os.devnull, os.O_RDONLY))", "__main__.main(['info', DEMO])"])
 @pytest.mark.parametrize("chosen", ["", "3"])
 def test_numpy_has_one_thread_unless_the_user_says_more(start: str, chosen: str, demo: Path) -> None:
-    """OpenBLAS takes as long to start its threads as numpy takes to import, of another CPU."""
+    """With the threads of OpenBLAS, importing numpy takes two thirds more CPU time."""
     code = f"import os, sys, llama_npu2.ahead, llama_npu2.__main__; DEMO = {str(demo)!r}; llama_npu2.{start}; "
     code += "import numpy; print(os.environ['OPENBLAS_NUM_THREADS'], file=sys.stderr)"
     inherited = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}

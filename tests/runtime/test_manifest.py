@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,10 +324,13 @@ def test_a_link_within_the_directory(demo: Path, tmp_path: Path) -> None:
     assert Manifest.open(tmp_path / "link")
 
 
+DEEP = "it is nested too deeply" if sys.version_info < (3, 13) else "Expecting value"
+"""What Python says of a header of JSON lists that are nested 4,088 deep."""
+
 BLOBS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "header is long": (lambda b: (1 << 40).to_bytes(8, "little") + b[8:], "is not a safetensors file"),
     "header is empty": (lambda b: bytes(8) + b[8:], "is not a safetensors file"),
-    "header is a list": (lambda b: b[:8] + b"[" * 4088 + b[4096:], "(it is nested too deeply|Expecting value)"),
+    "header is a list": (lambda b: b[:8] + b"[" * 4088 + b[4096:], DEEP),
     "other dtype": (lambda b: b.replace(b'"BF16"', b'"F16" ', 1), f"has {NORM} not as the manifest says"),
     "other shape": (lambda b: b.replace(b"[256]", b"[255]", 1), f"has {NORM} not as the manifest says"),
     "other place": (lambda b: b.replace(b"[0,512]", b"[2,512]", 1), f"has {NORM} not as the manifest says"),

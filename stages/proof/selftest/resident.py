@@ -70,7 +70,7 @@ class Tile:
 
     def placed(self, values: np.ndarray) -> np.ndarray:
         """Return the tile's values with the position written into its blocks."""
-        if self.position is not None and len(self.shape) > 1:
+        if self.position is not None:
             last = values.reshape(self.shape)[:, -1]
             last[...] = 0
             last[..., :2] = np.array([self.position], np.int32).view(bfloat16)
