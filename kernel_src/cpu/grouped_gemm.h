@@ -261,77 +261,6 @@ INLINE void multiply_minima(int64_t rows, const MinimaTileArgs &args) {
 
 #endif
 
-// Rows of a product that are multiplied with weights as they lie, as a vector is (grouped_gemv.h): widening them would take
-// longer than that.
-#if ISA_LANES >= 8 && !ISA_AMX
-
-template <class Format>
-constexpr int64_t direct_rows = ISA_LANES == 16 ? 16 : takes_bytes<Format> && Format::direct_rows > 8 ? 8 : Format::direct_rows;
-
-// Of a tile: as many rows as leave their sums in registers. Two streams are read faster than one; AVX2 reads blocks of panels in
-// turn instead.
-constexpr int direct_panels = ISA_LANES == 16 ? 2 : 1;
-constexpr int64_t direct_tile_rows = 4;
-constexpr bool blocks_in_turn = ISA_LANES == 8;
-
-// What tiles ask for with the lines that they read: what lies `ahead` bytes from there. Where `turns` tiles read the same lines,
-// each asks with those of its share of the groups, so that requests come evenly.
-struct Requests {
-    int64_t ahead;
-    uint32_t turn, turns;
-
-    INLINE_MEMBER int64_t of_group(int64_t group) const { return static_cast<uint32_t>(group) % turns == turn ? ahead : 0; }
-};
-
-// From one panel of a tile to the next.
-constexpr int64_t panels_apart = group_panels / direct_panels;
-
-// out[r][p * panels_apart * panel_rows + i] += the share of groups `group` to `until` - 1 of panels `size` bytes apart, for r < R.
-// The first group begins a block of x.
-template <class Format, int R>
-void direct_tile(const uint8_t *panel, int64_t size, const Requests &requests, int64_t group, int64_t until, const RowsOf<Format> &x,
-                 float *out, int64_t out_stride) {
-    using Panel = GroupedPanel<Format>;
-    constexpr int64_t block_groups = fixed_inputs / Format::inputs, V = direct_panels * sum_vectors;
-    const auto place = [&](int r, int64_t v) {
-        return out + r * out_stride + v / sum_vectors * panels_apart * panel_rows + v % sum_vectors * lanes;
-    };
-    while (group < until) {
-        const int64_t block = group / block_groups, end = group + block_groups < until ? group + block_groups : until;
-        f32v total[R][V];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int64_t v = 0; v < V; v++) total[r][v] = begin_block<Format>(place(r, v));
-        for (; group < end; group++) {
-            i32v sum[R * V];
-            const int64_t ahead = requests.of_group(group);
-            if (group % Panel::block_groups == 0)
-                for (int64_t p = 0; p < direct_panels; p++)
-                    __builtin_prefetch(Panel::scales(panel + p * size, group) + ahead, 0, 2);
-            sums_of_group<Format, Panels<direct_panels>, true, R>(x, group, Panel::numbers(panel, group), size, ahead, sum);
-#pragma GCC unroll 8
-            for (int64_t v = 0; v < V; v++) {
-                const PanelScales<Format> scales(panel, size, group, v);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++)
-                    total[r][v] = add_group<Format>(total[r][v], sum[r * V + v], x.row(r), group, scales.own, scales.output);
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int64_t v = 0; v < V; v++) end_block<Format>(place(r, v), total[r][v], x.row(r), block);
-    }
-}
-
-#else
-
-template <class Format>
-constexpr int64_t direct_rows = 0;
-
-#endif
-
 template <class Format>
 constexpr int64_t wide_groups = inputs_per_block / Format::inputs;  // that are widened at once
 
@@ -354,8 +283,11 @@ public:
           epilogue_(epilogue) {}
 
     void run(Worker &worker) {
+#if ISA_LANES >= 8 && !ISA_AMX
+        if (groups_.rows <= direct_rows<Format>)
+            return GroupedRows<Format, Epilogue>(x_, groups_.weights, groups_.rows, size_, groups_.out_cols, epilogue_).run(worker);
+#endif
         groups_.divide(worker.threads);
-        direct_ = groups_.rows <= direct_rows<Format>;
         fix(worker);
         work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
         [[maybe_unused]] const Registers registers;
@@ -383,13 +315,11 @@ public:
     void keep_in(uint8_t *memory, int64_t) { fixed_ = memory; }
     void take(int64_t row, const bf16 *x) {
         const RowOf<Format> own = size_.at(fixed_ + row * size_.bytes());
-        if constexpr (!takes_bytes<Format>)
-            if (ISA_LANES != 16 || !direct_) {
-                fix_for<Format>(x, size_, own);
-                split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
-                return;
-            }
-        take_row<Format>(x, size_, own);
+        if constexpr (takes_bytes<Format>) return take_row<Format>(x, size_, own);
+        else {
+            fix_for<Format>(x, size_, own);
+            split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
+        }
     }
 
     void turn_to(const Groups &groups, int64_t first, const Epilogue &epilogue) {
@@ -399,10 +329,6 @@ public:
     }
 
     void multiply(const GemmTask &task) {
-#if ISA_LANES >= 8 && !ISA_AMX
-        if constexpr (direct_rows<Format> > 0)
-            if (direct_) return multiply_directly(task);
-#endif
         const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first;
         const bool few = rows <= few_rows;
         const int64_t block = few ? fixed_groups : groups_per_block, kept = groups_.kept(groups > block);
@@ -466,46 +392,6 @@ private:
         }
     }
 
-#if ISA_LANES >= 8 && !ISA_AMX
-    // Panels are read as they lie, one after the other or block by block. Rows of several tiles take a panel block by block.
-    void multiply_directly(const GemmTask &task) {
-        const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first;
-        const Steps steps = {rows, direct_tile_rows};
-        const int64_t block = !blocks_in_turn && steps.count == 1 ? groups : fixed_groups, blocks = (groups + block - 1) / block;
-        memset(products_, 0, rows * line_width * sizeof(float));
-        groups_.expect(epilogue_, task.group, task.first, rows);
-        for (int64_t piece = 0; piece < blocks * panels_apart; piece++) {
-            const int64_t p = blocks_in_turn ? piece % panels_apart : piece / blocks;
-            const int64_t done = (blocks_in_turn ? piece / panels_apart : piece % blocks) * block;
-            const int64_t until = done + block < groups ? done + block : groups;
-            const uint8_t *first = groups_.panel(task.group, p);
-            const int64_t size = groups_.panel(task.group, p + group_panels - panels_apart) - first;
-            const int64_t ahead = blocks_in_turn ? to_next_block(task, p, done, until) : near_ahead();
-            for (int64_t step = 0; step < steps.count; step++) {
-                const int64_t at = steps.first(step);
-                const Requests requests = {ahead, static_cast<uint32_t>(step), static_cast<uint32_t>(blocks_in_turn ? steps.count : 1)};
-                with_rows(steps.first(step + 1) - at, [&](auto known) {
-                    if constexpr (known.count <= direct_tile_rows)
-                        direct_tile<Format, known.count>(first, size, requests, done, until, {taken(task.first + at), size_.bytes()},
-                                                         products_ + at * line_width + p * panel_rows, line_width);
-                });
-            }
-        }
-        finish(task.group, task.first, rows, products_);
-    }
-
-    // How far ahead lines of a panel that is read as a whole are asked for: a group, where the machine asks for what comes later.
-    static int64_t near_ahead() { return reads_ahead ? Format::number_bytes : prefetch_lines * line_bytes; }
-
-    // From a block of a panel, groups `done` to `until` - 1, to what a task reads of it then; 0 where that is nothing.
-    int64_t to_next_block(const GemmTask &task, int64_t p, int64_t done, int64_t until) const {
-        const bool last = until == group_count<Format>(size_.cols);
-        const Upcoming next = groups_.upcoming(task, last ? groups_.panel_elements : Panel::offset(until), Panel::offset(fixed_groups));
-        if (next.bytes == 0) return 0;
-        return next.panels[p] - reinterpret_cast<const char *>(groups_.panel(task.group, p) + Panel::offset(done));
-    }
-#endif
-
     void finish(int64_t column, int64_t row, int64_t rows, float *products) {
         for (int64_t r = 0; r < rows; r += product_rows)
             finish_rows(column, row + r, rows - r < product_rows ? rows - r : product_rows, products + r * line_width);
@@ -535,7 +421,6 @@ private:
     int64_t first_ = 0;
     WideGroup<Format> (*wide_)[groups_per_block] = nullptr;
     float *products_ = nullptr;
-    bool direct_ = false;  // whether rows are few enough, and x in bytes where products want it so
 };
 
 }  // namespace

@@ -7,13 +7,21 @@
 namespace ISA {
 namespace {
 
-#if ISA_LANES == 16
-
-constexpr int most_grouped_streams = 8, narrow_streams = 2;
+constexpr int most_grouped_streams = ISA_LANES == 16 ? 8 : ISA_LANES == 8 ? 2 : 1;
+constexpr int narrow_streams = ISA_LANES == 16 ? 2 : most_grouped_streams;
 
 // Whether so few panels are read that lines are asked for one group ahead.
-template <int P>
-constexpr bool is_near = P <= narrow_streams;
+template <class Some>
+constexpr bool is_near = ISA_LANES == 16 && Some::value <= narrow_streams && Some::soon == 0;
+
+// Asks for what lies `ahead` bytes from a line of a group's numbers, and into L1 for what is read `soon` groups later.
+template <class Format, class Some>
+INLINE void ask(const uint8_t *line, int64_t ahead) {
+    prefetch<is_near<Some>>(line + ahead);
+    if (Some::soon != 0) prefetch<true>(line + Some::soon * Format::number_bytes);
+}
+
+#if ISA_LANES == 16
 
 // Whether a vector x is taken in bytes.
 template <class Format>
@@ -44,7 +52,7 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             const uint8_t *own = numbers + p * size;
-            if (fetch && i % per_line == 0) prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead + p * Some::skew);
+            if (fetch && i % per_line == 0) ask<Format, Some>(own + i / per_line * line_bytes, ahead + p * Some::skew);
             const __m512i four = (__m512i)Format::quad_at(own, i, 0);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
@@ -58,11 +66,6 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
 }
 
 #else
-
-constexpr int most_grouped_streams = ISA_LANES == 8 ? 2 : 1, narrow_streams = most_grouped_streams;
-
-template <int P>
-constexpr bool is_near = false;
 
 // x may be taken in bytes: its numbers are split into two, as for vpdpbusd, and each byte is multiplied with a number of a
 // weight by vpmaddubsw, which sums products in pairs to 16 bits. Returns the sums of how many quads these hold, where bytes
@@ -114,7 +117,7 @@ INLINE void sums_by_bytes(const uint8_t *numbers, int64_t size, int64_t ahead, c
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
             if (fetch && i % per_line == 0 && v % sum_vectors == 0)
-                prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead);
+                ask<Format, Some>(own + i / per_line * line_bytes, ahead);
             const __m256i four = (__m256i)Format::quad_at(own, i, v % sum_vectors * lanes * quad);
             low[v].add(i, four, lower);
             high[v].add(i, four, upper);
@@ -143,7 +146,7 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
             if (fetch && i % per_line == 0 && v % sum_vectors == 0)
-                prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead);
+                ask<Format, Some>(own + i / per_line * line_bytes, ahead);
             four[v] = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
         }
 #pragma GCC unroll 2
@@ -265,7 +268,7 @@ INLINE void sums_of_group(const ByteRows<Format::inputs> &x, int64_t g, const ui
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
             if (fetch && i % per_line == 0 && v % sum_vectors == 0)
-                prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead + v / sum_vectors * Some::skew);
+                ask<Format, Some>(own + i / per_line * line_bytes, ahead + v / sum_vectors * Some::skew);
             const quadv line = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) sum[r * V + v].add(i, line, four[r]);
@@ -348,7 +351,7 @@ INLINE void prefetch_scales(const uint8_t *first, int64_t size, int64_t group) {
     if (group % Panel::block_groups != 0) return;
     const uint8_t *line = group == 0 ? first : Panel::scales(first, group);
     for (; line < Panel::numbers(first, group); line += line_bytes)
-        for (int64_t p = 0; p < P; p++) prefetch<is_near<P>>(line + p * (size + Some::skew));
+        for (int64_t p = 0; p < P; p++) prefetch<is_near<Some>>(line + p * (size + Some::skew));
 }
 
 template <class Format>
@@ -361,10 +364,10 @@ INLINE bool asks_ahead() {
 }
 
 // How many groups ahead.
-template <class Format, int P>
+template <class Format, class Some>
 INLINE int64_t groups_ahead() {
     constexpr int64_t block = GroupedPanel<Format>::block;
-    return is_near<P> ? 1 : (prefetch_lines * line_bytes + block - 1) / block * GroupedPanel<Format>::block_groups;
+    return is_near<Some> ? 1 : (prefetch_lines * line_bytes + block - 1) / block * GroupedPanel<Format>::block_groups;
 }
 
 // sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
@@ -374,7 +377,7 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const RowOf
     using Panel = GroupedPanel<Format>;
     constexpr int P = Some::value;
     constexpr int64_t block_groups = fixed_inputs / Format::inputs, vectors = P * sum_vectors;
-    const int64_t far = groups_ahead<Format, P>();
+    const int64_t far = groups_ahead<Format, Some>();
     const bool asks = asks_ahead<Format>();
     const int64_t near_end = groups > far ? groups - far : 0;
     const uint8_t *fetched = first;  // where group `offset` from the one at hand begins to be read

@@ -8,7 +8,7 @@ static const int64_t prefetch_lines = reads_ahead ? 16 : 24;
 // A number of panels that is known at compile time. Each asks for lines `skew` bytes further ahead than the one before it.
 template <int N, int64_t skew_bytes = 0>
 struct Panels {
-    static constexpr int value = N;
+    static constexpr int value = N, soon = 0;
     static constexpr int64_t skew = skew_bytes;
     using Half = Panels<N / 2, skew_bytes>;
 };
@@ -130,21 +130,31 @@ INLINE void run_panels(Turn &turn, int64_t first, const Multiply &multiply) {
     }
 }
 
-// Calls prepare(), and then multiply(Panels, the turn that they are in, the epilogue to finish them with) for all panels of
-// all chunks.
-template <class Most, class Epilogue, class Prepare, class Multiply>
-INLINE void each_panels(Chunks &chunks, const Epilogue &epilogue, const Prepare &prepare, const Multiply &multiply) {
-    KeptRow<Epilogue> row(epilogue);
+// Calls prepare(), and then multiply(Panels, the turn that they are in) for all panels of all chunks, and begin(panel) and
+// end(panel, end) before and after those of a chunk.
+template <class Most, class Prepare, class Begin, class Multiply, class End>
+INLINE void each_turn(Chunks &chunks, const Prepare &prepare, const Begin &begin, const Multiply &multiply, const End &end) {
     Turn turn = {chunks, 0, 0, 0, 0, false, 1, 0};
     turn.take();
     if (turn.more) prepare();
     while (turn.more) {
         const int64_t first = turn.next;
         turn.end = turn.next_end;
-        const Epilogue &keeping = row.begin(first);
-        run_panels<Most>(turn, first, [&](auto some) { multiply(some, turn, keeping); });
-        row.write(first, turn.end);
+        begin(first);
+        run_panels<Most>(turn, first, [&](auto some) { multiply(some, turn); });
+        end(first, turn.end);
     }
+}
+
+// The same of a row's panels, with the epilogue to finish them with: multiply(Panels, turn, epilogue).
+template <class Most, class Epilogue, class Prepare, class Multiply>
+INLINE void each_panels(Chunks &chunks, const Epilogue &epilogue, const Prepare &prepare, const Multiply &multiply) {
+    KeptRow<Epilogue> row(epilogue);
+    const Epilogue *keeping = nullptr;
+    each_turn<Most>(
+        chunks, prepare, [&](int64_t first) { keeping = &row.begin(first); },
+        [&](auto some, Turn &turn) { multiply(some, turn, *keeping); },
+        [&](int64_t first, int64_t end) { row.write(first, end); });
 }
 
 // What is read behind the panels of a turn, where they are those of the first weight.

@@ -59,12 +59,14 @@ INLINE void scale_sums(const int32_t *sums, const uint8_t *panel, float scale, f
     }
 }
 
+constexpr int64_t most_tile_panels = 8;
+
 // sums[r][16 p + i] += quads `from` to `until` - 1 of x[r] * panel p's output i, for r < R, p < P. `ahead` is as in
 // tile.h, from line `from` on.
 struct IntegerTileArgs {
     const uint8_t *x;
     int64_t x_stride;
-    const uint8_t *panels[group_panels];
+    const uint8_t *panels[most_tile_panels];
     int64_t from, until;
     int32_t *sums;
     int64_t sums_stride;
@@ -81,15 +83,15 @@ void integer_tile(const IntegerTileArgs &args) {
     int32_t *const sums = args.sums;
     const uint8_t *lines[P];
     __m512i sum[R][P];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int p = 0; p < P; p++) lines[p] = args.panels[p] + GroupedPanel<W8A8>::header;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int p = 0; p < P; p++) sum[r][p] = _mm512_loadu_si512(sums + r * sums_stride + p * panel_rows);
     for (int64_t k = args.from; k < until; k++) {
         __m512i line[P];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             if (fetching) __builtin_prefetch(lines[p] + ahead + (k - args.from) * ahead_step, 0, 2);
             line[p] = _mm512_loadu_si512(lines[p] + k * line_bytes);
@@ -99,13 +101,13 @@ void integer_tile(const IntegerTileArgs &args) {
             int32_t four;
             __builtin_memcpy(&four, x + r * stride + k * quad, 4);
             const __m512i inputs = _mm512_set1_epi32(four);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int p = 0; p < P; p++) sum[r][p] = _mm512_dpbusd_epi32(sum[r][p], inputs, line[p]);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int p = 0; p < P; p++) _mm512_storeu_si512(sums + r * sums_stride + p * panel_rows, sum[r][p]);
 }
 
@@ -236,6 +238,95 @@ INLINE void integer_rows(int64_t rows, int64_t, const IntegerTileArgs &args) {
 
 #endif
 
+// What sums of rows and `panels` panels begin with.
+INLINE void begin_sums(const IntegerTileArgs &args, int64_t rows, int64_t panels) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t p = 0; p < panels; p++)
+            memcpy(args.sums + r * args.sums_stride + p * panel_rows, args.panels[p] + line_bytes, line_bytes);
+}
+
+#if ISA_LANES == 16 && !ISA_AMX
+
+// As many rows as a tile has, in the long streams in which a vector is multiplied. More rows take longer than reading.
+template <class Epilogue>
+class GroupedRows<W8A8, Epilogue> {
+public:
+    GroupedRows(const uint8_t *const *weights, const uint8_t *quantised, const float *scales, int64_t rows, int64_t cols,
+                int64_t out_cols, const Epilogue &epilogue)
+        : weights_(weights), quantised_(quantised), scales_(scales), rows_(rows), cols_(cols), out_cols_(out_cols),
+          epilogue_(epilogue) {}
+
+    // So many panels are read at a time, of all weights, as leave their sums in registers.
+    void run(Worker &worker) {
+        if (rows_ <= most_eight_rows) run_in<most_tile_panels>(worker);
+        else run_in<tile_panels>(worker);
+    }
+
+private:
+    template <int P>
+    void run_in(Worker &worker) {
+        using Streams = Panels<P / Epilogue::weights>;
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes_ * Epilogue::weights);
+        const auto nothing = [](auto...) {};
+        each_turn<Streams>(chunks, nothing, nothing, [&](auto some, Turn &turn) { multiply<P, decltype(some)::value>(turn); }, nothing);
+    }
+
+    // Panels of each weight, `some` of them. Where a tile has more, the last one is multiplied again and the result dropped.
+    template <int P, int64_t some>
+    void multiply(Turn &turn) {
+        constexpr int64_t streams = P / Epilogue::weights;
+        alignas(line_bytes) int32_t sums[tile_rows * P * panel_rows];
+        IntegerTileArgs args;
+        args.x = quantised_;
+        args.x_stride = quantised_size(cols_);
+        args.sums = sums;
+        args.sums_stride = P * panel_rows;
+        for (int64_t i = 0; i < P; i++) {
+            const int64_t p = i % streams;
+            args.panels[i] = weights_[i / streams] + (turn.panel + (p < some ? p : some - 1) * turn.apart) * panel_bytes_;
+        }
+        begin_sums(args, rows_, P);
+        const int64_t quads = quad_count(cols_), last = quads > far_lines ? quads - far_lines : 0;
+        multiply_lines<P>(args, 0, last, far_lines * line_bytes);
+        multiply_lines<P>(args, last, quads, after_turn(weights_[0], panel_bytes_, turn).distance(args.panels[0] + last * line_bytes));
+        for (int64_t p = 0; p < some; p++) finish(turn.panel + p * turn.apart, p, streams, args);
+    }
+
+    // Lines `from` to `until` - 1, and asks for what lies `ahead` bytes from each.
+    template <int P>
+    void multiply_lines(IntegerTileArgs &args, int64_t from, int64_t until, int64_t ahead) const {
+        args.from = from, args.until = until, args.ahead = ahead;
+        with_rows(rows_, [&](auto known) {
+            if constexpr (known.count <= (P == tile_panels ? tile_rows : most_eight_rows)) integer_tile<known.count, P, true>(args);
+        });
+    }
+
+    // Output panel `panel`, whose sums are those of stream p of each weight.
+    void finish(int64_t panel, int64_t p, int64_t streams, const IntegerTileArgs &args) {
+        const int64_t column = panel * panel_rows, left = out_cols_ - column;
+        for (int64_t r = 0; r < rows_; r++) {
+            alignas(line_bytes) float line[group_panels * panel_rows];
+            for (int64_t w = 0; w < Epilogue::weights; w++) {
+                const int64_t i = w * streams + p;
+                scale_sums(args.sums + r * args.sums_stride + i * panel_rows, args.panels[i], scales_[r],
+                           line + w * PanelGroups<uint8_t, Epilogue>::columns);
+            }
+            epilogue_.row(line, r, column, left < panel_rows ? left : panel_rows);
+        }
+    }
+
+    static constexpr int64_t most_eight_rows = 3;  // whose sums with eight panels fit registers
+    static constexpr int64_t far_lines = 32;       // ahead, that are asked for
+
+    const uint8_t *const *weights_;
+    const uint8_t *quantised_;
+    const float *scales_;
+    int64_t rows_, cols_, out_cols_, panel_bytes_ = GroupedPanel<W8A8>::size(cols_);
+    Epilogue epilogue_;
+};
+
+#endif
+
 template <class Epilogue>
 class GroupedGemm<W8A8, Epilogue> {
 public:
@@ -247,6 +338,11 @@ public:
     void run(Worker &worker) {
         groups_.divide(worker.threads);
         quantise(worker);
+#if ISA_LANES == 16 && !ISA_AMX
+        if (groups_.rows <= tile_rows)
+            return GroupedRows<W8A8, Epilogue>(groups_.weights, quantised_, scales_, groups_.rows, cols_, groups_.out_cols, epilogue_)
+                .run(worker);
+#endif
         work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
         [[maybe_unused]] const Registers registers;
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
@@ -306,7 +402,7 @@ public:
                     if (few) next.share(first, args.until - args.from, step, steps.count, args);
                     else if (begins) next.fetch(step, steps.count);
                     if (ends) groups_.expect(epilogue_, task.group, row, some);
-                    if (begins && args.from == 0) begin(args, some);
+                    if (begins && args.from == 0) begin_sums(args, some, group_panels);
                     integer_rows(some, p, args);
                     if (ends) finish(args, task.group, row, some);
                 }
@@ -326,12 +422,6 @@ private:
                 for (; row < end; row++) take(row, x_ + row * cols_);
         }
         worker.barrier();
-    }
-
-    void begin(const IntegerTileArgs &args, int64_t rows) const {
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t p = 0; p < group_panels; p++)
-                memcpy(args.sums + r * line_width + p * panel_rows, args.panels[p] + line_bytes, line_bytes);
     }
 
     void finish(const IntegerTileArgs &args, int64_t column, int64_t row, int64_t rows) {

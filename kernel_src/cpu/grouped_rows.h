@@ -1,0 +1,199 @@
+// A few rows of x times panels of grouped weights (grouped.h), with an epilogue (epilogue.h). Included inside each instruction
+// set that has vectors of 8.
+//
+// Weights are multiplied as they lie, as a vector is (grouped_gemv.h): widening them would take longer than so few rows. Panels
+// are read in the same long streams, and each block of them, which is in L1 then, is multiplied with all rows.
+namespace ISA {
+namespace {
+
+template <class Format>
+constexpr int64_t direct_rows = ISA_LANES == 16 ? 16 : takes_bytes<Format> && Format::direct_rows > 8 ? 8 : Format::direct_rows;
+
+// Of a tile: as many rows and panels as leave their sums in registers.
+constexpr int64_t few_tile_rows = 4;
+constexpr int few_tile_panels = ISA_LANES == 16 ? 2 : 1;
+
+// Lines are asked for twice: into L2, as long before they are read as memory takes where both threads read, and into L1. There
+// are fewer requests into L1 than memory needs at a time, and arithmetic takes too long for loads to run ahead by themselves.
+constexpr int64_t far_bytes = 16384;
+struct FewPanels : Panels<few_tile_panels> {
+    static constexpr int soon = 4;
+};
+
+// What tiles ask for with the lines that they read: what lies `ahead` bytes from there. Where `turns` tiles read the same lines,
+// each asks with those of its share of the groups, so that requests come evenly.
+struct Requests {
+    int64_t ahead;
+    uint32_t turn, turns;
+
+    INLINE_MEMBER int64_t of_group(int64_t group) const { return static_cast<uint32_t>(group) % turns == turn ? ahead : 0; }
+};
+
+// Sums of one row and the panels that are read at a time: of products, and of minima with x.
+struct FewSums {
+    static constexpr int64_t panels = 2;
+    alignas(line_bytes) float products[panels * panel_rows], minima[panels * panel_rows];
+};
+
+// sums[r] += the share of groups `group` to `until` - 1, of a block of x, of panels `size` bytes apart, for r < R; those of the
+// first panel are `at` numbers into a row's.
+template <class Format, int R>
+void few_rows_tile(const uint8_t *panel, int64_t size, const Requests &requests, int64_t group, int64_t until, const RowsOf<Format> &x,
+                   FewSums *sums, int64_t at) {
+    using Panel = GroupedPanel<Format>;
+    constexpr int64_t V = few_tile_panels * sum_vectors;
+    const int64_t from = group, block = group * Format::inputs / fixed_inputs;
+    f32v total[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < V; v++) total[r][v] = begin_block<Format>(sums[r].products + at + v * lanes);
+    for (; group < until; group++) {
+        i32v sum[R * V];
+        const int64_t ahead = requests.of_group(group);
+        if (group % Panel::block_groups == 0)
+            for (int64_t p = 0; p < few_tile_panels; p++)
+                for (int64_t line = 0; line < Panel::block_scales; line += line_bytes)
+                    prefetch(Panel::scales(panel + p * size, group) + line + ahead);
+        sums_of_group<Format, FewPanels, true, R>(x, group, Panel::numbers(panel, group), size, ahead, sum);
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < V; v++) {
+            const PanelScales<Format> scales(panel, size, group, v);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+                total[r][v] = add_group<Format>(total[r][v], sum[r * V + v], x.row(r), group, scales.own, scales.output);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < V; v++) end_block<Format>(sums[r].products + at + v * lanes, total[r][v], x.row(r), block);
+    if constexpr (Format::has_minimum) {
+        const uint8_t *panels[few_tile_panels];
+        f32v least[R][V];
+        for (int64_t p = 0; p < few_tile_panels; p++) panels[p] = panel + p * size;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < V; v++) least[r][v] = load<f32v>(sums[r].minima + at + v * lanes);
+        add_minima<Format, R, V>(panels, {fixed_of(x.first), x.bytes}, from, until, least);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < V; v++) store(sums[r].minima + at + v * lanes, least[r][v]);
+    }
+}
+
+template <class Format, class Epilogue>
+class GroupedRows {
+public:
+    GroupedRows(const bf16 *x, const uint8_t *const *weights, int64_t rows, const SizeOf<Format> &size, int64_t out_cols,
+                const Epilogue &epilogue)
+        : x_(x), weights_(weights), rows_(rows), size_(size), out_cols_(out_cols), epilogue_(epilogue) {}
+
+    void run(Worker &worker) {
+        fix(worker);
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes_ * Epilogue::weights);
+        const auto nothing = [](auto...) {};
+        each_turn<Streams>(chunks, nothing, nothing, [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); }, nothing);
+    }
+
+private:
+    using Panel = GroupedPanel<Format>;
+    // Two panels are read at a time: of one weight, or of two, for the same outputs.
+    using Streams = Panels<FewSums::panels / Epilogue::weights>;
+    static constexpr int64_t block_groups = fixed_inputs / Format::inputs;
+    static constexpr int64_t unknown = INT64_MIN;
+    static constexpr int64_t block_bytes = block_groups / Panel::block_groups * Panel::block;
+    static constexpr int64_t far_blocks = (far_bytes + block_bytes - 1) / block_bytes;
+
+    void fix(Worker &worker) {
+        fixed_ = worker.shared_scratch<uint8_t>(rows_ * size_.bytes());
+        {
+            Chunks chunks(worker, rows_, 8, 1);
+            for (int64_t row, end; chunks.next(row, end);)
+                for (; row < end; row++) take(x_ + row * size_.cols, taken(row));
+        }
+        worker.barrier();
+    }
+
+    // AVX2 multiplies several rows in pairs of 16 bits.
+    void take(const bf16 *x, const RowOf<Format> &row) const {
+        if constexpr (takes_bytes<Format> || ISA_LANES == 16) take_row<Format>(x, size_, row);
+        else fix_for<Format>(x, size_, row);
+    }
+
+    RowOf<Format> taken(int64_t row) const { return size_.at(fixed_ + row * size_.bytes()); }
+
+    // A panel of each stream. One that has no other beside it is multiplied twice by tiles of two, and the result dropped.
+    template <class Some>
+    void multiply(Turn &turn) {
+        constexpr int64_t count = Some::value * Epilogue::weights;
+        const int64_t groups = group_count<Format>(size_.cols);
+        const uint8_t *first = weights_[0] + turn.panel * panel_bytes_;
+        const int64_t apart = count == 1 ? 0 : Epilogue::weights > 1 ? weights_[1] - weights_[0] : turn.apart * panel_bytes_;
+        const Steps steps = {rows_, few_tile_rows};
+        FewSums sums[direct_rows<Format>];
+        memset(sums, 0, rows_ * sizeof *sums);
+        for (int64_t p = 0; p < Some::value; p++) each_row(turn.panel + p * turn.apart, [&](int64_t r, int64_t column, int64_t some) {
+            expect_row(epilogue_, r, column, some);
+        });
+        int64_t to_next = unknown;
+        for (int64_t done = 0; done < groups; done += block_groups) {
+            const int64_t until = done + block_groups < groups ? done + block_groups : groups;
+            const int64_t ahead = ahead_of(first, done, turn, to_next);
+            for (int64_t p = 0; p < count; p += few_tile_panels)
+                for (int64_t step = 0; step < steps.count; step++) {
+                    const int64_t row = steps.first(step);
+                    const Requests requests = {ahead, static_cast<uint32_t>(step), static_cast<uint32_t>(steps.count)};
+                    with_rows(steps.first(step + 1) - row, [&](auto known) {
+                        if constexpr (known.count <= few_tile_rows)
+                            few_rows_tile<Format, known.count>(first + p * apart, apart, requests, done, until,
+                                                               {taken(row), size_.bytes()}, sums + row, p * panel_rows);
+                    });
+                }
+        }
+        for (int64_t p = 0; p < Some::value; p++) finish(turn.panel + p * turn.apart, p, sums);
+    }
+
+    // What tiles of a block ask for: what comes `far_blocks` later, in this panel or in the one that the stream has then, which is
+    // `to_next` bytes further; 0 where nothing comes. It is asked once for each panel.
+    int64_t ahead_of(const uint8_t *first, int64_t done, Turn &turn, int64_t &to_next) const {
+        const int64_t blocks = (group_count<Format>(size_.cols) + block_groups - 1) / block_groups;
+        const int64_t far = far_blocks < blocks ? far_blocks : blocks, target = done + far * block_groups;
+        if (target < blocks * block_groups) return Panel::offset(target) - Panel::offset(done);
+        if (to_next == unknown) to_next = after_turn(weights_[0], panel_bytes_, turn).distance(first);
+        return to_next == 0 ? 0 : to_next + Panel::offset(target - blocks * block_groups) - Panel::offset(done);
+    }
+
+    // Calls with_row(row, first column of a panel, its columns) for each row.
+    template <class WithRow>
+    INLINE_MEMBER void each_row(int64_t panel, const WithRow &with_row) const {
+        const int64_t column = panel * panel_rows, left = out_cols_ - column;
+        for (int64_t r = 0; r < rows_; r++) with_row(r, column, left < panel_rows ? left : panel_rows);
+    }
+
+    // Output panel `panel`, whose sums are those of stream p, or of all streams where each is of a weight.
+    void finish(int64_t panel, int64_t p, FewSums *sums) {
+        each_row(panel, [&](int64_t r, int64_t column, int64_t count) {
+            alignas(line_bytes) float line[group_panels * panel_rows];
+            for (int64_t w = 0; w < Epilogue::weights; w++) {
+                float *own = sums[r].products + (p + w) * panel_rows;
+                finish_sums<Format>(weights_[w] + panel * panel_bytes_, own, sums[r].minima + (p + w) * panel_rows);
+                memcpy(line + w * PanelGroups<uint8_t, Epilogue>::columns, own, panel_rows * sizeof *own);
+            }
+            epilogue_.row(line, r, column, count);
+        });
+    }
+
+    const bf16 *x_;
+    const uint8_t *const *weights_;
+    int64_t rows_;
+    SizeOf<Format> size_;
+    int64_t out_cols_, panel_bytes_ = GroupedPanel<Format>::size(size_.cols);
+    Epilogue epilogue_;
+    uint8_t *fixed_ = nullptr;
+};
+
+}  // namespace
+}  // namespace ISA
