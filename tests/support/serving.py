@@ -25,7 +25,7 @@ HASTY = """
 from llama_npu2.serve import body, events, listen
 body.TIMEOUT = listen._HEAD_TIMEOUT = 0.7
 listen._IDLE_TIMEOUT = 1
-events.HEARTBEAT = 0.05
+events.HEARTBEAT = 0.01
 """
 """Makes a server impatient."""
 
