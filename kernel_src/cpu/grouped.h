@@ -66,15 +66,13 @@ struct GroupedPanel {
 
 // How the numbers of a group of `inputs` lie. `quad_at`: of the outputs whose bytes begin `at` bytes into a line. Numbers
 // are stored `zero` above their value, whose magnitude is `most` at most. Of panels times a vector, two are taken at a time
-// where it has at most `narrow_inputs`, else `wide_streams`; `asks_ahead` says whether lines are asked for: where a line
-// takes little, loads run far enough ahead by themselves. At most `direct_rows` rows are multiplied with numbers as they lie by
+// where it has at most `narrow_inputs`, else `wide_streams`. At most `direct_rows` rows are multiplied with numbers as they lie by
 // AVX2: with more, it takes less to widen them once.
 
 struct Nibbles {
     static constexpr int64_t inputs = group_inputs, number_bytes = 256;
     static constexpr int64_t narrow_inputs = 4096;
     static constexpr int wide_streams = 4, direct_rows = 16;
-    static constexpr bool asks_ahead = true;
     static constexpr int zero = 0, most = 15;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
@@ -113,7 +111,6 @@ struct SixBits {
     static constexpr int64_t inputs = group_inputs, number_bytes = 384;
     static constexpr int64_t narrow_inputs = 4096;
     static constexpr int wide_streams = 8, direct_rows = 4;
-    static constexpr bool asks_ahead = true;
     static constexpr int zero = 32, most = 32;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
@@ -129,7 +126,6 @@ struct Bytes {
     static constexpr int64_t inputs = group, number_bytes = panel_rows * group;
     static constexpr int64_t narrow_inputs = 1024;
     static constexpr int wide_streams = 4, direct_rows = 16;
-    static constexpr bool asks_ahead = false;
     static constexpr int zero = 128, most = 128;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {

@@ -28,9 +28,9 @@ template <class Format>
 constexpr bool by_bytes = true;
 
 // sums[r * P + p] of a group of P panels, `size` bytes apart, times R rows of x, split into bytes. Rows of x are `x_stride`
-// numbers apart, and `sums_of_x`, those of a row's group, `sums_stride`. With `fetch`, what lies `ahead` bytes from the group's
-// numbers begins to be read.
-template <class Format, class Some, bool fetch, int R>
+// numbers apart, and `sums_of_x`, those of a row's group, `sums_stride`. What lies `ahead` bytes from the group's numbers begins
+// to be read.
+template <class Format, class Some, int R>
 INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int64_t x_stride,
                          const int32_t *sums_of_x, int64_t sums_stride, i32v *sums) {
     constexpr int P = Some::value;
@@ -52,7 +52,7 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             const uint8_t *own = numbers + p * size;
-            if (fetch && i % per_line == 0) ask<Format, Some>(own + i / per_line * line_bytes, ahead + p * Some::skew);
+            if (i % per_line == 0) ask<Format, Some>(own + i / per_line * line_bytes, ahead + p * Some::skew);
             const __m512i four = (__m512i)Format::quad_at(own, i, 0);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
@@ -104,7 +104,7 @@ struct ByteSum {
 
 // As sums_of_rows, of one row in bytes. One walk for both, with what each does to a quad as its argument, takes 8 % longer with
 // g++ 12.
-template <class Format, class Some, bool fetch>
+template <class Format, class Some>
 INLINE void sums_by_bytes(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int32_t sum_of_x, i32v *sums) {
     constexpr int P = Some::value, V = P * sum_vectors;
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
@@ -116,7 +116,7 @@ INLINE void sums_by_bytes(const uint8_t *numbers, int64_t size, int64_t ahead, c
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
-            if (fetch && i % per_line == 0 && v % sum_vectors == 0)
+            if (i % per_line == 0 && v % sum_vectors == 0)
                 ask<Format, Some>(own + i / per_line * line_bytes, ahead);
             const __m256i four = (__m256i)Format::quad_at(own, i, v % sum_vectors * lanes * quad);
             low[v].add(i, four, lower);
@@ -132,7 +132,7 @@ INLINE void sums_by_bytes(const uint8_t *numbers, int64_t size, int64_t ahead, c
 
 // As with AVX512, of x in pairs: sums[r * P * sum_vectors + v]. What a row is multiplied with next is in registers for all rows,
 // whose numbers come from memory.
-template <class Format, class Some, bool fetch, int R>
+template <class Format, class Some, int R>
 INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int64_t x_stride,
                          const int32_t *sums_of_x, int64_t sums_stride, i32v *sums) {
     constexpr int P = Some::value, V = P * sum_vectors;
@@ -145,7 +145,7 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
-            if (fetch && i % per_line == 0 && v % sum_vectors == 0)
+            if (i % per_line == 0 && v % sum_vectors == 0)
                 ask<Format, Some>(own + i / per_line * line_bytes, ahead);
             four[v] = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
         }
@@ -246,13 +246,13 @@ struct QuadSum {
 };
 
 // sums[r * P * sum_vectors + v] of a group of P panels, `size` bytes apart, times group g of R rows.
-template <class Format, class Some, bool fetch, int R>
+template <class Format, class Some, int R>
 INLINE void sums_of_group(const FixedRows &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
-    sums_of_rows<Format, Some, fetch, R>(numbers, size, ahead, x.first.numbers + g * Format::inputs, x.bytes / 2, x.first.sums + g,
+    sums_of_rows<Format, Some, R>(numbers, size, ahead, x.first.numbers + g * Format::inputs, x.bytes / 2, x.first.sums + g,
                                          x.bytes / 4, sums);
 }
 
-template <class Format, class Some, bool fetch, int R>
+template <class Format, class Some, int R>
 INLINE void sums_of_group(const ByteRows<Format::inputs> &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
     constexpr int P = Some::value, V = P * sum_vectors;
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
@@ -267,7 +267,7 @@ INLINE void sums_of_group(const ByteRows<Format::inputs> &x, int64_t g, const ui
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
-            if (fetch && i % per_line == 0 && v % sum_vectors == 0)
+            if (i % per_line == 0 && v % sum_vectors == 0)
                 ask<Format, Some>(own + i / per_line * line_bytes, ahead + v / sum_vectors * Some::skew);
             const quadv line = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
 #pragma GCC unroll 8
@@ -279,18 +279,18 @@ INLINE void sums_of_group(const ByteRows<Format::inputs> &x, int64_t g, const ui
 }
 
 // The same of a vector.
-template <class Format, class Some, bool fetch>
+template <class Format, class Some>
 INLINE void sums_of_group(const FixedRow &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
 #if ISA_LANES == 8
     if constexpr (by_bytes<Format>)
-        return sums_by_bytes<Format, Some, fetch>(numbers, size, ahead, x.numbers + g * Format::inputs, x.sums[g], sums);
+        return sums_by_bytes<Format, Some>(numbers, size, ahead, x.numbers + g * Format::inputs, x.sums[g], sums);
 #endif
-    sums_of_group<Format, Some, fetch, 1>({x, 0}, g, numbers, size, ahead, sums);
+    sums_of_group<Format, Some, 1>({x, 0}, g, numbers, size, ahead, sums);
 }
 
-template <class Format, class Some, bool fetch>
+template <class Format, class Some>
 INLINE void sums_of_group(const ByteRow<Format::inputs> &x, int64_t g, const uint8_t *numbers, int64_t size, int64_t ahead, i32v *sums) {
-    sums_of_group<Format, Some, fetch, 1>({x, 0}, g, numbers, size, ahead, sums);
+    sums_of_group<Format, Some, 1>({x, 0}, g, numbers, size, ahead, sums);
 }
 
 // The total of groups with group g of a row, whose sum is `sum`; `own` are its scales, of which that of output `first` counts.
@@ -357,12 +357,6 @@ INLINE void prefetch_scales(const uint8_t *first, int64_t size, int64_t group) {
 template <class Format>
 constexpr int wide_streams = Format::wide_streams < most_grouped_streams ? Format::wide_streams : most_grouped_streams;
 
-// Whether lines within a run are asked for. What a stream jumps to is asked for in any case.
-template <class Format>
-INLINE bool asks_ahead() {
-    return ISA_LANES != 16 || Format::asks_ahead || !reads_ahead;
-}
-
 // How many groups ahead.
 template <class Format, class Some>
 INLINE int64_t groups_ahead() {
@@ -378,7 +372,6 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const RowOf
     constexpr int P = Some::value;
     constexpr int64_t block_groups = fixed_inputs / Format::inputs, vectors = P * sum_vectors;
     const int64_t far = groups_ahead<Format, Some>();
-    const bool asks = asks_ahead<Format>();
     const int64_t near_end = groups > far ? groups - far : 0;
     const uint8_t *fetched = first;  // where group `offset` from the one at hand begins to be read
     int64_t offset = far;
@@ -403,12 +396,8 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const RowOf
             const uint8_t *numbers = Panel::numbers(first, g);
             const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
             i32v sum[vectors];
-            if (!asks && g < near_end) {
-                sums_of_group<Format, Some, false>(x, g, numbers, size, ahead, sum);
-            } else {
-                prefetch_scales<Format, Some>(fetched, size, g + offset);
-                sums_of_group<Format, Some, true>(x, g, numbers, size, ahead, sum);
-            }
+            prefetch_scales<Format, Some>(fetched, size, g + offset);
+            sums_of_group<Format, Some>(x, g, numbers, size, ahead, sum);
 #pragma GCC unroll 8
             for (int64_t v = 0; v < vectors; v++) {
                 const PanelScales<Format> scales(first, size, g, v);

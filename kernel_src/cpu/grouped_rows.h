@@ -55,7 +55,7 @@ void few_rows_tile(const uint8_t *panel, int64_t size, const Requests &requests,
             for (int64_t p = 0; p < few_tile_panels; p++)
                 for (int64_t line = 0; line < Panel::block_scales; line += line_bytes)
                     prefetch(Panel::scales(panel + p * size, group) + line + ahead);
-        sums_of_group<Format, FewPanels, true, R>(x, group, Panel::numbers(panel, group), size, ahead, sum);
+        sums_of_group<Format, FewPanels, R>(x, group, Panel::numbers(panel, group), size, ahead, sum);
 #pragma GCC unroll 8
         for (int64_t v = 0; v < V; v++) {
             const PanelScales<Format> scales(panel, size, group, v);
