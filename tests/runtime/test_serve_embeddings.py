@@ -246,6 +246,9 @@ def test_texts_are_read_beside_replies(demo: Path) -> None:
                 def scored(at: int, logits: np.ndarray) -> Logprob:
                     return Logprob.of(ids[at + 1], logits, 3)
 
+                def repeated(at: int, logits: np.ndarray) -> Logprob:
+                    return Logprob.of(5, logits, 3)
+
                 def copied(at: int, values: np.ndarray) -> np.ndarray:
                     assert at == len(ids) - 1
                     return values.copy()
@@ -254,7 +257,7 @@ def test_texts_are_read_beside_replies(demo: Path) -> None:
                     stream.whole(),
                     engine.read(ids, copied, hidden=True),
                     engine.read(ids[:-1], scored, 0),
-                    asyncio.wait_for(engine.read([5] * 1900, scored, 0), 0.02),
+                    asyncio.wait_for(engine.read([5] * 1900, repeated, 0), 0.02),
                     return_exceptions=True,
                 )
                 assert isinstance(gone, TimeoutError)
