@@ -79,11 +79,16 @@ INLINE void expect_row(const AddResidual &epilogue, int64_t r, int64_t column, i
     expect_lines<0>(epilogue.residual + r * epilogue.out_cols + column, count);
 }
 
-// One panel of a row: `sums[w * panel_rows + i]` of weight w, output panel * panel_rows + i.
+// The outputs that a panel has.
+INLINE int64_t panel_outputs(int64_t panel, int64_t out_cols) {
+    const int64_t left = out_cols - panel * panel_rows;
+    return left < panel_rows ? left : panel_rows;
+}
+
+// One panel of row r: sums as its epilogue takes them, of outputs from panel * panel_rows on.
 template <class Epilogue>
-NOINLINE void finish_panel(const Epilogue &epilogue, int64_t panel, int64_t out_cols, const float *sums) {
-    const int64_t column = panel * panel_rows;
-    epilogue.row(sums, 0, column, out_cols - column < panel_rows ? out_cols - column : panel_rows);
+NOINLINE void finish_panel(const Epilogue &epilogue, int64_t panel, int64_t out_cols, const float *sums, int64_t r = 0) {
+    epilogue.row(sums, r, panel * panel_rows, panel_outputs(panel, out_cols));
 }
 
 // `count` panels of a row, `panel` and others `apart`: their sums of each weight lie together.

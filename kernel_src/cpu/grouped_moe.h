@@ -16,9 +16,7 @@
 #include "minima.h"
 #include "byte_rows.h"
 #include "grouped_gemv.h"
-#if ISA_LANES >= 8 && !ISA_AMX
 #include "grouped_rows.h"
-#endif
 #include "grouped_gemm.h"
 #include "w8a8.h"
 #include "experts.h"

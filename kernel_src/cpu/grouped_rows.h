@@ -1,8 +1,9 @@
 // A few rows of x times panels of grouped weights (grouped.h), with an epilogue (epilogue.h). Included inside each instruction
-// set that has vectors of 8.
+// set; for those that have vectors of 8 or more.
 //
 // Weights are multiplied as they lie, as a vector is (grouped_gemv.h): widening them would take longer than so few rows. Panels
 // are read in the same long streams, and each block of them, which is in L1 then, is multiplied with all rows.
+#if ISA_LANES >= 8 && !ISA_AMX
 namespace ISA {
 namespace {
 
@@ -13,8 +14,8 @@ constexpr int64_t direct_rows = ISA_LANES == 16 ? 16 : takes_bytes<Format> && Fo
 constexpr int64_t few_tile_rows = 4;
 constexpr int few_tile_panels = ISA_LANES == 16 ? 2 : 1;
 
-// Lines are asked for twice: into L2, as long before they are read as memory takes where both threads read, and into L1. There
-// are fewer requests into L1 than memory needs at a time, and arithmetic takes too long for loads to run ahead by themselves.
+// Lines are asked for twice: into L2 so many bytes before they are read, and into L1 a few groups before. A core has fewer requests
+// into L1 than memory needs at a time, and arithmetic takes too long for loads to run ahead by themselves.
 constexpr int64_t far_bytes = 16384;
 struct FewPanels : Panels<few_tile_panels> {
     static constexpr int soon = 4;
@@ -51,10 +52,7 @@ void few_rows_tile(const uint8_t *panel, int64_t size, const Requests &requests,
     for (; group < until; group++) {
         i32v sum[R * V];
         const int64_t ahead = requests.of_group(group);
-        if (group % Panel::block_groups == 0)
-            for (int64_t p = 0; p < few_tile_panels; p++)
-                for (int64_t line = 0; line < Panel::block_scales; line += line_bytes)
-                    prefetch(Panel::scales(panel + p * size, group) + line + ahead);
+        prefetch_scales<Format, FewPanels>(panel + ahead, size, group);
         sums_of_group<Format, FewPanels, R>(x, group, Panel::numbers(panel, group), size, ahead, sum);
 #pragma GCC unroll 8
         for (int64_t v = 0; v < V; v++) {
@@ -94,8 +92,7 @@ public:
     void run(Worker &worker) {
         fix(worker);
         Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes_ * Epilogue::weights);
-        const auto nothing = [](auto...) {};
-        each_turn<Streams>(chunks, nothing, nothing, [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); }, nothing);
+        each_turn<Streams>(chunks, [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); });
     }
 
 private:
@@ -135,9 +132,7 @@ private:
         const Steps steps = {rows_, few_tile_rows};
         FewSums sums[direct_rows<Format>];
         memset(sums, 0, rows_ * sizeof *sums);
-        for (int64_t p = 0; p < Some::value; p++) each_row(turn.panel + p * turn.apart, [&](int64_t r, int64_t column, int64_t some) {
-            expect_row(epilogue_, r, column, some);
-        });
+        for (int64_t p = 0; p < Some::value; p++) expect(turn.panel + p * turn.apart);
         int64_t to_next = unknown;
         for (int64_t done = 0; done < groups; done += block_groups) {
             const int64_t until = done + block_groups < groups ? done + block_groups : groups;
@@ -166,24 +161,21 @@ private:
         return to_next == 0 ? 0 : to_next + Panel::offset(target - blocks * block_groups) - Panel::offset(done);
     }
 
-    // Calls with_row(row, first column of a panel, its columns) for each row.
-    template <class WithRow>
-    INLINE_MEMBER void each_row(int64_t panel, const WithRow &with_row) const {
-        const int64_t column = panel * panel_rows, left = out_cols_ - column;
-        for (int64_t r = 0; r < rows_; r++) with_row(r, column, left < panel_rows ? left : panel_rows);
+    void expect(int64_t panel) const {
+        for (int64_t r = 0; r < rows_; r++) expect_row(epilogue_, r, panel * panel_rows, panel_outputs(panel, out_cols_));
     }
 
     // Output panel `panel`, whose sums are those of stream p, or of all streams where each is of a weight.
     void finish(int64_t panel, int64_t p, FewSums *sums) {
-        each_row(panel, [&](int64_t r, int64_t column, int64_t count) {
+        for (int64_t r = 0; r < rows_; r++) {
             alignas(line_bytes) float line[group_panels * panel_rows];
             for (int64_t w = 0; w < Epilogue::weights; w++) {
                 float *own = sums[r].products + (p + w) * panel_rows;
                 finish_sums<Format>(weights_[w] + panel * panel_bytes_, own, sums[r].minima + (p + w) * panel_rows);
                 memcpy(line + w * PanelGroups<uint8_t, Epilogue>::columns, own, panel_rows * sizeof *own);
             }
-            epilogue_.row(line, r, column, count);
-        });
+            finish_panel(epilogue_, panel, out_cols_, line, r);
+        }
     }
 
     const bf16 *x_;
@@ -197,3 +189,4 @@ private:
 
 }  // namespace
 }  // namespace ISA
+#endif

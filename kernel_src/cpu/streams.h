@@ -5,7 +5,8 @@ namespace {
 // How far ahead a stream asks for its lines.
 static const int64_t prefetch_lines = reads_ahead ? 16 : 24;
 
-// A number of panels that is known at compile time. Each asks for lines `skew` bytes further ahead than the one before it.
+// A number of panels that is known at compile time. Each asks for lines `skew` bytes further ahead than the one before it, and,
+// where `soon` is not 0, into L1 for what is read so many groups later.
 template <int N, int64_t skew_bytes = 0>
 struct Panels {
     static constexpr int value = N, soon = 0;
@@ -130,10 +131,15 @@ INLINE void run_panels(Turn &turn, int64_t first, const Multiply &multiply) {
     }
 }
 
-// Calls prepare(), and then multiply(Panels, the turn that they are in) for all panels of all chunks, and begin(panel) and
-// end(panel, end) before and after those of a chunk.
-template <class Most, class Prepare, class Begin, class Multiply, class End>
-INLINE void each_turn(Chunks &chunks, const Prepare &prepare, const Begin &begin, const Multiply &multiply, const End &end) {
+struct Nothing {
+    template <class... Some>
+    INLINE_MEMBER void operator()(Some...) const {}
+};
+
+// Calls multiply(Panels, the turn that they are in) for all panels of all chunks; prepare() before the first of them, and
+// begin(panel) and end(panel, end) before and after those of a chunk.
+template <class Most, class Multiply, class Prepare = Nothing, class Begin = Nothing, class End = Nothing>
+INLINE void each_turn(Chunks &chunks, const Multiply &multiply, const Prepare &prepare = {}, const Begin &begin = {}, const End &end = {}) {
     Turn turn = {chunks, 0, 0, 0, 0, false, 1, 0};
     turn.take();
     if (turn.more) prepare();
@@ -152,9 +158,8 @@ INLINE void each_panels(Chunks &chunks, const Epilogue &epilogue, const Prepare 
     KeptRow<Epilogue> row(epilogue);
     const Epilogue *keeping = nullptr;
     each_turn<Most>(
-        chunks, prepare, [&](int64_t first) { keeping = &row.begin(first); },
-        [&](auto some, Turn &turn) { multiply(some, turn, *keeping); },
-        [&](int64_t first, int64_t end) { row.write(first, end); });
+        chunks, [&](auto some, Turn &turn) { multiply(some, turn, *keeping); }, prepare,
+        [&](int64_t first) { keeping = &row.begin(first); }, [&](int64_t first, int64_t end) { row.write(first, end); });
 }
 
 // What is read behind the panels of a turn, where they are those of the first weight.

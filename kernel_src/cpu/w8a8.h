@@ -267,8 +267,7 @@ private:
     void run_in(Worker &worker) {
         using Streams = Panels<P / Epilogue::weights>;
         Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes_ * Epilogue::weights);
-        const auto nothing = [](auto...) {};
-        each_turn<Streams>(chunks, nothing, nothing, [&](auto some, Turn &turn) { multiply<P, decltype(some)::value>(turn); }, nothing);
+        each_turn<Streams>(chunks, [&](auto some, Turn &turn) { multiply<P, decltype(some)::value>(turn); });
     }
 
     // Panels of each weight, `some` of them. Where a tile has more, the last one is multiplied again and the result dropped.
@@ -303,7 +302,6 @@ private:
 
     // Output panel `panel`, whose sums are those of stream p of each weight.
     void finish(int64_t panel, int64_t p, int64_t streams, const IntegerTileArgs &args) {
-        const int64_t column = panel * panel_rows, left = out_cols_ - column;
         for (int64_t r = 0; r < rows_; r++) {
             alignas(line_bytes) float line[group_panels * panel_rows];
             for (int64_t w = 0; w < Epilogue::weights; w++) {
@@ -311,7 +309,7 @@ private:
                 scale_sums(args.sums + r * args.sums_stride + i * panel_rows, args.panels[i], scales_[r],
                            line + w * PanelGroups<uint8_t, Epilogue>::columns);
             }
-            epilogue_.row(line, r, column, left < panel_rows ? left : panel_rows);
+            finish_panel(epilogue_, panel, out_cols_, line, r);
         }
     }
 
