@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import inspect
 import io
+import itertools
 import json
 import os
 import pty
+import random
 import re
 import select
 import signal
@@ -22,12 +25,14 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from llama_npu2 import Llama, UserError, load
 from llama_npu2.cli.conversation import LARGEST, Conversation, Turn
+from llama_npu2.cli.interrupts import Interrupts
 from llama_npu2.cli.session import Session
 from llama_npu2.cli.terminal import REMEMBERED, History, blocks_end, formatted, harmless
 from llama_npu2.engine.completion import Completion, Reply
@@ -92,7 +97,7 @@ class Terminal:
                 more = os.read(self._ours, 1 << 16)
             except OSError:  # EIO: the program is gone
                 more = b""
-            assert more, f"it ended without {pattern!r}: {self._seen[-2000:]}"
+            assert more, f"it ended with {self._process.wait(10)}, without {pattern!r}: {self._seen[-2000:]}"
             self._seen = ANSI.sub("", self._seen + more.decode(errors="replace"))
         shown, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return shown
@@ -276,6 +281,79 @@ def test_ctrl_c_stops_the_answer_only(
         assert kept and fresh.startswith(kept)
     talk.type("/exit\r")
     assert talk.status() == 0
+
+
+def test_ctrl_c_is_raised_once_and_only_where_it_stops_something() -> None:
+    def press() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        press()
+        with pytest.raises(KeyboardInterrupt), interrupts.raised():
+            raise AssertionError("what came before is not raised")
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt), interrupts.raised():
+                try:
+                    press()
+                finally:
+                    press()
+        with interrupts.raised():
+            pass
+        press()
+        interrupts.forget()
+        with interrupts.raised():
+            pass
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_anywhere_leaves_the_model_as_it_was(llm: Llama) -> None:
+    """KeyboardInterrupt comes wherever Python is: what is processed later is what a fresh start gives."""
+
+    def stopping(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    asked: dict[str, Any] = {"max_tokens": 20, "raw": True}
+    started = time.monotonic()
+    whole = llm.generate("Once upon a time", **asked).text
+    longest, moments, stopped = time.monotonic() - started, random.Random(5), 0
+    before = signal.signal(signal.SIGALRM, stopping)
+    try:
+        for number in range(200):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, longest))
+                try:
+                    assert llm.generate("Once upon a time", **asked, keep_context=number % 2 > 0).text == whole
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                stopped += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert stopped > 10
+    for keep in (True, False):
+        assert llm.generate("Once upon a time", **asked, keep_context=keep).text == whole
+
+
+@pytest.mark.parametrize("line", range(6))
+def test_ctrl_c_does_not_leave_the_model_at_work(llm: Llama, line: int) -> None:
+    """On each line of what keeps other threads out, which most random moments miss."""
+    code, lines = inspect.unwrap(Llama._alone).__code__, itertools.count()
+
+    def on_line(_: FrameType, event: str, __: Any) -> Any:
+        if event == "line" and next(lines) == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return on_line
+
+    sys.settrace(lambda frame, *_: on_line if frame.f_code is code else None)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            llm.generate("Once", max_tokens=1, raw=True).whole()
+    finally:
+        sys.settrace(None)
+    assert next(lines) > line
+    llm.generate("Once", max_tokens=1, raw=True).whole()
 
 
 def test_a_full_context_is_seen(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> None:

@@ -261,6 +261,20 @@ def test_what_the_process_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
     template.close()
 
 
+def test_ctrl_c_does_not_end_the_process() -> None:
+    """Neither as it starts, when Python has not yet said what to do with the signal, nor later."""
+    for moment in (0.0, 0.003, 0.01, 0.02):
+        renderer = sandbox.Renderer()
+        time.sleep(moment)
+        os.kill(renderer._pid, signal.SIGINT)
+        template = sandbox.Sandbox(ORDINARY, {}, renderer)
+        template.check()
+        os.kill(renderer._pid, signal.SIGINT)
+        time.sleep(0.01)
+        assert not renderer.has_ended()
+        template.close()
+
+
 def test_time_in_which_nothing_happens_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "PATIENCE", 0.5)
     template = ChatTemplate(ORDINARY, {})

@@ -11,6 +11,7 @@ from typing import Any
 
 from llama_npu2.cli import terminal
 from llama_npu2.cli.conversation import Conversation, Turn
+from llama_npu2.cli.interrupts import Interrupts
 from llama_npu2.engine.completion import Completion
 from llama_npu2.engine.contexts import is_context
 from llama_npu2.engine.llama import Llama
@@ -50,11 +51,21 @@ class Session:
         self.conversation = Conversation()
         self.number = self.generated = self.failures = 0
         self.current = True
+        self.interrupts = Interrupts()
 
     def run(self) -> int:
         """Until /exit or the end of input. Returns the exit status: 1 if something failed and nobody was there."""
         say(f"{self.llm.manifest.model['name']}: {self.llm.description}\n{GREETING}")
-        reader = terminal.open_reader([name.split()[0] for name in HELP if name[0] == "/" and name[1].isalpha()])
+        commands = [name.split()[0] for name in HELP if name[0] == "/" and name[1].isalpha()]
+        reader = terminal.open_reader(self.interrupts, commands)
+        if not terminal.is_terminal():
+            self._converse(reader)
+            return int(self.failures > 0)
+        with self.interrupts:
+            self._converse(reader)
+        return 0
+
+    def _converse(self, reader: terminal.Reader) -> None:
         while True:
             try:
                 text = reader.read().strip()
@@ -70,7 +81,6 @@ class Session:
             except UserError as error:
                 self.failures += 1
                 say(f"error: {error}")
-        return int(self.failures > 0 and not terminal.is_terminal())
 
     def take(self, text: str) -> None:
         """A message or a command. Raises UserError, and the conversation is what it was."""
@@ -105,7 +115,7 @@ class Session:
         said = Completion()
         stopped = False
         try:
-            with terminal.reply() as write:
+            with terminal.reply() as write, self.interrupts.raised():
                 given: dict[str, Any] = {"keep_context": True, "number": self.number, "template": self.template}
                 reply = self.llm.generate(messages, **given, **vars(self.sampling))
                 said = reply.completion

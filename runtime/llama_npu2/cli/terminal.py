@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_npu2.cli.interrupts import Interrupts
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 from llama_npu2.trust import settings
@@ -41,10 +42,11 @@ class Reader(Protocol):
         """The next message, of one or several lines. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
 
 
-def open_reader(commands: Sequence[str] = ()) -> Reader:
+def open_reader(interrupts: Interrupts, commands: Sequence[str] = ()) -> Reader:
     """Return the best reader that there is for where the input comes from.
 
     Args:
+        interrupts: stops lines that are read without prompt_toolkit.
         commands: words that Tab completes at the beginning of a message.
 
     Raises:
@@ -53,9 +55,11 @@ def open_reader(commands: Sequence[str] = ()) -> Reader:
     if sys.stdin is None:
         raise UserError("standard input is closed: a conversation needs one")
     if not is_terminal():
-        return Lines(PROMPT if sys.stdin.isatty() else "", None)
+        return Lines(PROMPT if sys.stdin.isatty() else "", None, interrupts)
     history = History(_state_directory())
-    return _editor(history, commands) if find_spec("prompt_toolkit") else Lines(PROMPT, history)
+    if find_spec("prompt_toolkit"):
+        return _editor(history, commands, interrupts)
+    return Lines(PROMPT, history, interrupts)
 
 
 class History:
@@ -100,8 +104,8 @@ def _state_directory() -> Path | None:
 class Lines:
     """Lines as `input` reads them, with readline where Python has it. A backslash at the end of one joins the next."""
 
-    def __init__(self, prompt: str, history: History | None) -> None:
-        self._prompt, self._history = prompt, history
+    def __init__(self, prompt: str, history: History | None, interrupts: Interrupts) -> None:
+        self._prompt, self._history, self._interrupts = prompt, history, interrupts
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
         with contextlib.suppress(ImportError):
             if history:
@@ -111,10 +115,12 @@ class Lines:
                     readline.add_history(message)
 
     def read(self) -> str:
-        lines = [self._line(self._prompt)]
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1][:-1]
-            lines.append(self._line(self._prompt and MORE))
+        self._interrupts.forget()
+        with self._interrupts.raised():
+            lines = [self._line(self._prompt)]
+            while lines[-1].endswith("\\"):
+                lines[-1] = lines[-1][:-1]
+                lines.append(self._line(self._prompt and MORE))
         message = "\n".join(lines)
         if self._history and message.strip():
             self._history.append(message)
@@ -128,8 +134,11 @@ class Lines:
         return input(prompt)
 
 
-def _keys() -> Any:
-    """Return the keys of the editor: Enter sends; Alt-Enter, and Enter after a backslash, begin a line."""
+def _keys(interrupts: Interrupts) -> Any:
+    """Return the keys of the editor: Enter sends; Alt-Enter, and Enter after a backslash, begin a line.
+
+    A Ctrl-C after Enter is for the answer, so what came before is forgotten there.
+    """
     from prompt_toolkit.filters import is_searching
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -142,6 +151,7 @@ def _keys() -> Any:
             buffer.delete_before_cursor()
             buffer.newline(copy_margin=False)
         else:
+            interrupts.forget()
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
@@ -151,11 +161,8 @@ def _keys() -> Any:
     return keys
 
 
-def _editor(history: History, commands: Sequence[str]) -> Reader:
-    """Return the key bindings for prompt_toolkit.
-
-    Enter sends; Alt-Enter, Enter after a backslash and what is pasted begin lines; Tab completes commands.
-    """
+def _editor(history: History, commands: Sequence[str], interrupts: Interrupts) -> Reader:
+    """Return a reader with prompt_toolkit's editor: Tab completes commands, what is pasted stays together."""
     import prompt_toolkit
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import History as Base
@@ -171,7 +178,7 @@ def _editor(history: History, commands: Sequence[str]) -> Reader:
         PROMPT,
         multiline=True,
         prompt_continuation=MORE,
-        key_bindings=_keys(),
+        key_bindings=_keys(interrupts),
         history=Kept(),
         completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,
@@ -179,7 +186,7 @@ def _editor(history: History, commands: Sequence[str]) -> Reader:
 
     class Editor:
         def read(self) -> str:
-            return str(session.prompt())
+            return str(session.prompt(handle_sigint=False))  # in raw mode Ctrl-C is a key, and no signal
 
     return Editor()
 
@@ -253,7 +260,8 @@ def formatted(console: Any) -> Iterator[Writer]:
     """
     from rich.live import Live
 
-    with Live(console=console, auto_refresh=False) as live:
+    nothing = _markdown("")  # imports what pieces need before Ctrl-C can stop that half-way
+    with Live(nothing, console=console, auto_refresh=False) as live:
         write = _Formatted(live)
         try:
             yield write

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from threading import Lock
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -96,7 +96,7 @@ class Llama(Engine):
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
         self._serving: Serving | None = None
-        self._free = Lock()
+        self._thread: dict[str, int] = {}
         self._drafting = Drafting(small, self) if small else None
         self.speculate, self._pace, self._chances = self.most_tokens > 1, Pace(), Chances()
 
@@ -390,12 +390,14 @@ class Llama(Engine):
     def _alone(self) -> Iterator[None]:
         """Keep other threads out of the context inside the `with` block, in which it changes. Raises UserError."""
         self._check_unserved()
-        if not self._free.acquire(blocking=False):
+        # A lock that Ctrl-C has kept from being released would refuse its own thread, too, from then on.
+        thread = get_ident()
+        if self._thread.setdefault("at work", thread) != thread:
             raise UserError("the model is at work in another thread: llm.engine() makes many replies at a time")
         try:
             yield
         finally:
-            self._free.release()
+            self._thread.clear()
 
     def _drafts_checked(self, ids: list[int], drafted: list[int]) -> np.ndarray:
         """Append the last of `ids` and the drafts to the context; return the logits after each, `[1 + drafts, vocab]`.

@@ -195,6 +195,7 @@ def _limit(most_memory: int) -> None:
     time.localtime()  # it reads the time zone
     # If the parent ignored or blocked the timer's signal, so would this process, and the timer would end nothing.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for name, most in {"AS": most_memory, "CORE": 0, "FSIZE": 0, "NOFILE": 0}.items():
         kind = getattr(resource, f"RLIMIT_{name}")

@@ -196,6 +196,8 @@ class Renderer:
 
     def __init__(self) -> None:
         """Start the process. Raises UserError."""
+        from signal import SIGINT
+
         requests, self._requests = _pipe()
         self._answers, answers = _pipe()
         python = sys.executable or "python"
@@ -211,6 +213,7 @@ class Renderer:
                     (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
                 ],
                 setpgroup=0,  # so that Ctrl-C does not reach it
+                setsigmask=[SIGINT],  # nor ends it before it is in that group; it ignores what came
             )
         except OSError as error:
             _close(self._requests, self._answers)

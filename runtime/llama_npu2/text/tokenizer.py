@@ -113,7 +113,7 @@ def _explained(what: str) -> Iterator[None]:
     """Turn the library's errors into UserErrors: it raises bare Exception, and no Exception at all where it panics."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, SystemExit):
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         raise UserError(f"{what} ({first_line(error)}): {REMEDY}") from None

@@ -1,0 +1,50 @@
+"""Ctrl-C in a conversation: it stops an answer, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+
+class Interrupts:
+    """Within it, SIGINT raises KeyboardInterrupt only where `raised` says so, once, and is remembered elsewhere.
+
+    Python's own handler raises wherever the program is: while a module is imported, which then stays half imported;
+    while the terminal is given back; or where nobody catches it. prompt_toolkit, which has a handler while it reads,
+    loses a SIGINT that comes between Enter and the answer.
+    """
+
+    def __init__(self) -> None:
+        self._raises = self._came = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        """Take SIGINT over. Raises ValueError outside of the main thread."""
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _on_signal(self, *_: object) -> None:
+        if self._raises:
+            self._raises = False
+            raise KeyboardInterrupt
+        self._came = True
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raises KeyboardInterrupt for the first SIGINT that comes within, or has come since `forget`."""
+        self._raises = True
+        try:
+            if self._came:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raises = self._came = False
+
+    def forget(self) -> None:
+        """A SIGINT that came before was for something that is over."""
+        self._came = False
