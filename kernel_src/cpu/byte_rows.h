@@ -113,20 +113,48 @@ INLINE i32v in_quad_order(i32v v) {
 #endif
 }
 
-// Rounds `count` values, at most a group, with zeros behind them; returns the sum of their numbers.
-template <int64_t inputs>
-INLINE int32_t quantise_group(const bf16 *x, int64_t count, ByteGroup<inputs> &group) {
-    const float most = to_float(largest_magnitude(x, count));
-    const float inverse = most < 0x1p-119f ? 0.0f : 127.0f / most;  // what is smaller has no inverse
-    i32v sums = {};
+// Stores whole numbers as bytes in the order of quads.
+INLINE void store_quads(int8_t *to, i32v whole) {
+#if ISA_LANES == 8
+    const __m256i fours = _mm256_shuffle_epi8((__m256i)whole, _mm256_set1_epi32(0x0c040800));  // in every 32 of 128 bits
+    store(to, _mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1))));
+#else
+    store(to, narrowed<i8v>(in_quad_order(whole)));
+#endif
+}
+
+// Quantises as many groups as a vector has lanes, of which those behind the first `count` are zeros; totals f32 [lanes] = what
+// the sums of their numbers stand for.
+template <class Format>
+INLINE void quantise_lanes(const bf16 *x, int64_t count, ByteGroup<Format::inputs> *groups, float *totals) {
+    constexpr int64_t inputs = Format::inputs;
+    i32v vectors[lanes] = {};
+#pragma GCC unroll 16
+    for (int64_t g = 0; g < count; g++) {
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < inputs; i += lanes) {
-        const i32v whole = i < count ? nearest(load_bf16(x + i, count - i) * inverse) : i32v{};
-        sums += whole;
-        store(group.numbers + i, narrowed<i8v>(in_quad_order(whole)));
+        for (int64_t i = 0; i < inputs; i += lanes)
+            vectors[g] = Max::join(vectors[g], (i32v)(widen(load<u16v>(x + g * inputs + i)) & 0x7fff));
     }
-    group.scale = most / 127.0f;
-    return sum_of_lanes(sums);
+    const f32v most = (f32v)(fold_each<Max>(vectors) << 16), scale = most / 127.0f;
+    float inverses[lanes], scales[lanes];
+    int32_t begins[lanes];
+    store(inverses, select(most < 0x1p-119f, f32v{}, 127.0f / most));  // what is smaller has no inverse
+    store(scales, scale);
+#pragma GCC unroll 16
+    for (int64_t g = 0; g < count; g++) {
+        vectors[g] = i32v{};
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < inputs; i += lanes) {
+            const i32v whole = nearest(load_bf16(x + g * inputs + i) * inverses[g]);
+            vectors[g] += whole;
+            store_quads(groups[g].numbers + i, whole);
+        }
+    }
+    const i32v sums = fold_each<Plus>(vectors);
+    store(begins, -Format::zero * sums);
+    store(totals, scale * __builtin_convertvector(sums, f32v));
+    for (int64_t g = 0; g < count; g++) groups[g].scale = scales[g], groups[g].begin = begins[g];
+    for (int64_t g = count; g < lanes; g++) groups[g] = {};
 }
 
 // Sums of groups are rounded to as many bits as one digit less than those of x in 16 bits: they are off by at most 2^-16 of the
@@ -139,11 +167,11 @@ static_assert(digit_bits * (sum_digits - 1) == 16, "the digits of a sum are 16 b
 
 // The sums of a block's groups, in f32, as whole numbers in one unit.
 INLINE void fix_sums(const float *totals, int64_t groups, float *unit, int32_t *sums) {
-    float largest = 0;
-    for (int64_t g = 0; g < groups; g++) {
-        const float magnitude = totals[g] < 0 ? -totals[g] : totals[g];
-        largest = magnitude > largest || magnitude != magnitude ? magnitude : largest;
-    }
+    u32v tops = {};
+    for (int64_t g = 0; g < groups; g += lanes) tops = max(tops, load<u32v>(totals + g) & 0x7fffffff);
+    const uint32_t top = max_of(tops);
+    float largest;
+    __builtin_memcpy(&largest, &top, 4);
     *unit = largest / most_of_sum;
     const float inverse = largest == 0 ? 0.0f : most_of_sum / largest;
     for (int64_t g = 0; g < groups; g += lanes) store(sums + g, nearest(load<f32v>(totals + g) * inverse));
@@ -154,17 +182,20 @@ template <class Format>
 NOINLINE void quantise_groups(const bf16 *x, const SizeOf<Format> &size, const RowOf<Format> &row) {
     constexpr int64_t inputs = Format::inputs, block_groups = fixed_inputs / inputs;
     const FixedSize fixed = size.fixed();
-    const int64_t own = (size.cols + inputs - 1) / inputs;
-    for (int64_t g = 0; g < own; g++) {
-        const int64_t left = size.cols - g * inputs, count = left < inputs ? left : inputs;
-        ByteGroup<inputs> &group = row.groups[g];
-        // With a count that the compiler knows, loops have no ends.
+    for (int64_t g = 0; g < fixed.groups(); g += lanes) {
+        const int64_t behind = size.cols - g * inputs, left = behind > 0 ? behind : 0;
         const bf16 *from = x + g * inputs;
-        const int32_t sum = count == inputs ? quantise_group(from, inputs, group) : quantise_group(from, count, group);
-        group.begin = -Format::zero * sum;
-        row.fixed.totals[g] = group.scale * static_cast<float>(sum);
+        // With a count that the compiler knows, loops have no ends.
+        if (left >= lanes * inputs) {
+            quantise_lanes<Format>(from, lanes, row.groups + g, row.fixed.totals + g);
+            continue;
+        }
+        const int64_t count = (left + inputs - 1) / inputs;
+        bf16 padded[lanes * inputs];
+        memcpy(padded, from, left * sizeof(bf16));
+        memset(padded + left, 0, (count * inputs - left) * sizeof(bf16));
+        quantise_lanes<Format>(padded, count, row.groups + g, row.fixed.totals + g);
     }
-    for (int64_t g = own; g < fixed.groups(); g++) row.groups[g] = {}, row.fixed.totals[g] = 0;
     if constexpr (whole_minima<Format>) {
         for (int64_t block = 0; block < fixed.blocks(); block++)
             fix_sums(row.fixed.totals + block * block_groups, block_groups, row.fixed.units + block,

@@ -24,9 +24,9 @@ constexpr int sum_digits = 2;
 constexpr int digit_bits = 8 * sizeof(SumDigit);
 constexpr int64_t digit_groups = fixed_inputs / LAYOUT_GROUP;
 
-// A row of x: numbers i16, whole blocks, with zeros behind the row's own; sums of numbers, i32 [groups], and what those
-// stand for, which is exact, f32 [groups]; units f32 [blocks]; where minima are
-// whole numbers (minima.h), digits of sums [blocks][sum_digits][digit_groups], the highest first.
+// A row of x: numbers i16, whole groups, with zeros behind the row's own; of whole blocks of groups, with zeros behind the row's
+// own, sums of numbers, i32 [groups], and what those stand for, which is exact, f32 [groups]; units f32 [blocks]; where minima
+// are whole numbers (minima.h), digits of sums [blocks][sum_digits][digit_groups], the highest first.
 struct FixedRow {
     int16_t *numbers;
     int32_t *sums;
@@ -47,13 +47,14 @@ struct FixedSize {
     // Of whole blocks.
     int64_t groups() const { return blocks() * (fixed_inputs / inputs); }
     int64_t blocks() const { return (cols + fixed_inputs - 1) / fixed_inputs; }
+    int64_t numbers() const { return (cols + LAYOUT_GROUP - 1) / LAYOUT_GROUP * LAYOUT_GROUP; }
     int64_t bytes() const {
-        const int64_t numbers = number_bytes * blocks() * fixed_inputs, digits = blocks() * digit_groups * sum_digits * sizeof(SumDigit);
-        return numbers + (4 * (2 * groups() + blocks()) + digits + 63) / 64 * 64;
+        const int64_t digits = blocks() * digit_groups * sum_digits * sizeof(SumDigit);
+        return number_bytes * numbers() + (4 * (2 * groups() + blocks()) + digits + 63) / 64 * 64;
     }
 
     FixedRow at(uint8_t *memory) const {
-        int32_t *sums = reinterpret_cast<int32_t *>(memory + number_bytes * blocks() * fixed_inputs);
+        int32_t *sums = reinterpret_cast<int32_t *>(memory + number_bytes * numbers());
         float *totals = reinterpret_cast<float *>(sums + groups());
         float *units = totals + groups();
         return {reinterpret_cast<int16_t *>(memory), sums, totals, units, reinterpret_cast<SumDigit *>(units + blocks())};
@@ -100,21 +101,25 @@ INLINE Narrow narrowed(i32v whole) {
 #endif
 }
 
-INLINE int32_t sum_of_lanes(i32v sums) {
+INLINE i32v widened(i16v numbers) {
 #if ISA_LANES == 16
-    return _mm512_reduce_add_epi32((__m512i)sums);
+    return (i32v)_mm512_cvtepi16_epi32((__m256i)numbers);
+#elif ISA_LANES == 8
+    return (i32v)_mm256_cvtepi16_epi32((__m128i)numbers);
 #else
-    int32_t sum = 0;
-    for (int64_t i = 0; i < lanes; i++) sum += sums[i];
-    return sum;
+    return __builtin_convertvector(numbers, i32v);
 #endif
 }
 
-// Of `count` numbers, whole vectors.
-INLINE int32_t sum_of(const int16_t *numbers, int64_t count) {
-    i32v sums = {};
-    for (int64_t i = 0; i < count; i += lanes) sums += __builtin_convertvector(load<i16v>(numbers + i), i32v);
-    return sum_of_lanes(sums);
+// The sums of as many groups of `inputs` numbers as a vector has lanes, 0 behind the first `count`.
+template <int64_t inputs>
+INLINE i32v sums_of_groups(const int16_t *numbers, int64_t count) {
+    i32v sums[lanes] = {};
+#pragma GCC unroll 16
+    for (int64_t g = 0; g < count; g++)
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < inputs; i += lanes) sums[g] += widened(load<i16v>(numbers + g * inputs + i));
+    return fold_each<Plus>(sums);
 }
 
 // One block of `count` values; out has room for whole vectors. Returns its unit.
@@ -125,17 +130,21 @@ INLINE float fix_block(const bf16 *x, int64_t count, int16_t *out) {
     return fixed.unit;
 }
 
+template <int64_t inputs>
 INLINE void fix_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
-    const int64_t groups = fixed_inputs / size.inputs;
+    constexpr int64_t groups = fixed_inputs / inputs;
+    for (int64_t i = size.cols; i < size.numbers(); i++) row.numbers[i] = 0;
     for (int64_t block = 0; block < size.blocks(); block++) {
         const int64_t left = size.cols - block * fixed_inputs, count = left < fixed_inputs ? left : fixed_inputs;
         int16_t *numbers = row.numbers + block * fixed_inputs;
-        memset(numbers + count, 0, (fixed_inputs - count) * sizeof *numbers);
         const float unit = row.units[block] = fix_block(x + block * fixed_inputs, count, numbers);
-        int32_t *sums = row.sums + block * groups;
-        for (int64_t g = 0; g < groups; g++) sums[g] = sum_of(numbers + g * size.inputs, size.inputs);
-        for (int64_t g = 0; g < groups; g += lanes)
-            store(row.totals + block * groups + g, __builtin_convertvector(load<i32v>(sums + g), f32v) * unit);
+        for (int64_t g = 0; g < groups; g += lanes) {
+            const int64_t behind = (count + inputs - 1) / inputs - g, own = behind > 0 ? behind : 0;
+            // With a count that the compiler knows, the loop has no end.
+            const i32v sums = own >= lanes ? sums_of_groups<inputs>(numbers + g * inputs, lanes) : sums_of_groups<inputs>(numbers + g * inputs, own);
+            store(row.sums + block * groups + g, sums);
+            store(row.totals + block * groups + g, __builtin_convertvector(sums, f32v) * unit);
+        }
     }
 }
 

@@ -318,7 +318,7 @@ public:
         if constexpr (takes_bytes<Format>) return take_row<Format>(x, size_, own);
         else {
             fix_for<Format>(x, size_, own);
-            split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
+            split_numbers<Format>(own.numbers, size_.numbers());
         }
     }
 

@@ -323,7 +323,7 @@ template <class Format>
 INLINE void take_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
     fix_for<Format>(x, size, row);
 #if ISA_LANES >= 8
-    if (by_bytes<Format>) split_bytes(row.numbers, size.blocks() * fixed_inputs);
+    if (by_bytes<Format>) split_bytes(row.numbers, size.numbers());
 #endif
 }
 

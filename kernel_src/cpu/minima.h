@@ -65,7 +65,7 @@ INLINE void split_sums(const FixedSize &size, const FixedRow &row) {
 // Fixes a row of x, as products with a format need it.
 template <class Format>
 NOINLINE void fix_for(const bf16 *x, const FixedSize &size, const FixedRow &row) {
-    fix_row(x, size, row);
+    fix_row<Format::inputs>(x, size, row);
     split_sums<Format>(size, row);
 }
 

@@ -107,6 +107,8 @@ INLINE i32v nearest(f32v v) {
     return (i32v)_mm512_cvtps_epi32((__m512)v);
 #elif ISA_LANES == 8
     return (i32v)_mm256_cvtps_epi32((__m256)v);
+#elif defined(__SSE2__)
+    return (i32v)_mm_cvtps_epi32((__m128)v);
 #else
     i32v whole;
     for (int64_t i = 0; i < lanes; i++) whole[i] = static_cast<int32_t>(lrintf(v[i]));
@@ -148,10 +150,12 @@ INLINE uint32_t max_of(u32v v) {
 
 struct Plus {
     INLINE f32v join(f32v a, f32v b) { return a + b; }
+    INLINE i32v join(i32v a, i32v b) { return a + b; }
 };
 
 struct Max {
     INLINE f32v join(f32v a, f32v b) { return max(a, b); }
+    INLINE i32v join(i32v a, i32v b) { return (i32v)max((u32v)a, (u32v)b); }  // of numbers that are not negative
 };
 
 // Joins the lanes of a vector, half by half.
@@ -170,6 +174,71 @@ INLINE float fold(f32v v) {
     }
 #endif
     return v[0];
+}
+
+// Steps of fold_each. The lanes of a are joined, as are those of b: of each 128 bits the first two with the last two; of each 128
+// bits the even ones with the odd ones; each 128 bits with the next 128.
+#if ISA_LANES == 16
+template <class Operation>
+INLINE i32v join_halves(i32v a, i32v b) {
+    return Operation::join((i32v)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b), (i32v)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b));
+}
+
+template <class Operation>
+INLINE i32v join_pairs(i32v a, i32v b) {
+    return Operation::join((i32v)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b), (i32v)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b));
+}
+
+template <class Operation>
+INLINE i32v join_quads(i32v a, i32v b) {
+    return Operation::join((i32v)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0x88), (i32v)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0xdd));
+}
+#elif ISA_LANES == 8
+template <class Operation>
+INLINE i32v join_halves(i32v a, i32v b) {
+    return Operation::join((i32v)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b), (i32v)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b));
+}
+
+template <class Operation>
+INLINE i32v join_pairs(i32v a, i32v b) {
+    return Operation::join((i32v)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b), (i32v)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b));
+}
+
+template <class Operation>
+INLINE i32v join_quads(i32v a, i32v b) {
+    return Operation::join((i32v)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x20),
+                           (i32v)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x31));
+}
+#else
+static_assert(lanes == 4, "128 bits");
+template <class Operation>
+INLINE i32v join_halves(i32v a, i32v b) {
+    return Operation::join(i32v{a[0], b[0], a[1], b[1]}, i32v{a[2], b[2], a[3], b[3]});
+}
+
+template <class Operation>
+INLINE i32v join_pairs(i32v a, i32v b) {
+    return Operation::join(i32v{a[0], a[1], b[0], b[1]}, i32v{a[2], a[3], b[2], b[3]});
+}
+
+template <class Operation>
+INLINE i32v join_quads(i32v a, i32v) {
+    return a;
+}
+#endif
+
+// Lane i is what all lanes of v[i] are joined to: v has a vector for each lane.
+template <class Operation>
+INLINE i32v fold_each(const i32v *v) {
+    i32v joined[lanes / 4];
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < lanes / 4; i++)
+        joined[i] = join_pairs<Operation>(join_halves<Operation>(v[4 * i], v[4 * i + 1]), join_halves<Operation>(v[4 * i + 2], v[4 * i + 3]));
+#pragma GCC unroll 2
+    for (int64_t count = lanes / 8; count > 0; count /= 2)
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < count; i++) joined[i] = join_quads<Operation>(joined[2 * i], joined[2 * i + 1]);
+    return joined[0];
 }
 
 INLINE float sum_of(f32v v) { return fold<Plus>(v); }
