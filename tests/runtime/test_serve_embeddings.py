@@ -274,16 +274,17 @@ def test_texts_are_read_beside_replies(demo: Path) -> None:
         assert again.processed == 9, "the others are in the cache"
 
 
-def test_what_is_computed_of_a_text_may_fail_alone(demo: Path) -> None:
+@pytest.mark.parametrize("error", [UserError("not finite"), ValueError("not finite")], ids=["user", "other"])
+def test_what_is_computed_of_a_text_may_fail_alone(demo: Path, error: Exception) -> None:
     with closing(load(demo)) as llm:
 
         def broken(at: int, logits: np.ndarray) -> None:
-            raise UserError("not finite")
+            raise error
 
         async def main() -> str:
             with llm.engine() as engine:
                 stream = engine.submit("Once upon a time", raw=True, max_tokens=5)
-                with pytest.raises(UserError, match="not finite"):
+                with pytest.raises(type(error), match="not finite"):
                     await engine.read([1, 2], broken)
                 return (await stream.whole()).text
 

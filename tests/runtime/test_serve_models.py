@@ -12,12 +12,14 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llama_npu2 import Llama, load
 from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.engine.generation import Generation
 from llama_npu2.errors import UserError
 from llama_npu2.options import Listening, OptionError, Sampling, seconds_of
 from llama_npu2.serve.events import unless_gone
@@ -25,7 +27,7 @@ from llama_npu2.serve.failures import GoneError, RequestError
 from llama_npu2.serve.model import Model
 from llama_npu2.serve.models import Keeping, Models, distinct_names
 from llama_npu2.serve.replies import Replies
-from llama_npu2.text.replies import Kind
+from llama_npu2.text.replies import Kind, Piece
 from tests.conftest import ROOT, change_manifest
 from tests.support import forked
 from tests.support.serving import Server, serving
@@ -347,5 +349,30 @@ def test_an_engine_that_has_failed_is_opened_anew(three: list[Path], monkeypatch
                 assert not one.usable and one.state == "unloaded" and two.usable
                 assert await reply(one) == text and one.loads == n + 1
             assert await reply(two) == text and two.loads == 1
+
+    asyncio.run(main())
+
+
+def test_a_reply_that_has_failed_leaves_the_engine_as_it_is(
+    three: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        async with kept(three[:1]) as (_, (one,)):
+            text, take = await reply(one), Generation.take
+            failing: list[Generation] = []
+
+            def taken(generation: Generation, logits: np.ndarray) -> list[Piece]:
+                if not failing:
+                    failing.append(generation)
+                if generation is failing[0]:
+                    raise ValueError("no such token")
+                return take(generation, logits)
+
+            monkeypatch.setattr(Generation, "take", taken)
+            failed, whole = await asyncio.gather(reply(one), reply(one), return_exceptions=True)
+            assert isinstance(failed, RequestError) and failed.status == 500, failed
+            assert str(failed) == "the server has failed: its log says how"
+            assert whole == text and one.usable and one.loads == 1
+            assert "ValueError: no such token" in capsys.readouterr().err
 
     asyncio.run(main())

@@ -53,5 +53,10 @@ def engine_failed() -> RequestError:
     return RequestError(503, "the engine has failed: the server's log says how, come again")
 
 
+def server_failed() -> RequestError:
+    """Return the refusal of a request that met an error of this program."""
+    return RequestError(500, "the server has failed: its log says how")
+
+
 class GoneError(Exception):
     """The client has closed the connection: nobody waits for an answer."""

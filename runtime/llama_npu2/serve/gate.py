@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama_npu2.errors import printable
 from llama_npu2.serve import page
-from llama_npu2.serve.failures import GoneError, RequestError
+from llama_npu2.serve.failures import GoneError, RequestError, server_failed
 from llama_npu2.serve.keys import Key, Keys, namespace
 
 Refusal = Callable[[str, RequestError], Response]
@@ -61,8 +61,7 @@ class Gate:
         except Exception:
             traceback.print_exc()
             if not status:
-                failed = RequestError(500, "the server has failed: its log says how")
-                await self._refusal(scope["path"], failed)(scope, receive, noted)
+                await self._refusal(scope["path"], server_failed())(scope, receive, noted)
         finally:
             _note(scope, status or _CLOSED, time.perf_counter() - started)
 

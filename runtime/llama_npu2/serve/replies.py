@@ -12,7 +12,7 @@ from llama_npu2.engine.serving import Stream
 from llama_npu2.errors import UserError
 from llama_npu2.frozen import frozen
 from llama_npu2.options import OptionError, Sampling
-from llama_npu2.serve.failures import RequestError, engine_failed
+from llama_npu2.serve.failures import RequestError, engine_failed, server_failed
 from llama_npu2.serve.model import Model
 from llama_npu2.text.replies import Piece
 
@@ -76,9 +76,9 @@ class Replies:
             raise RequestError.of(error) from None
         except UserError as error:
             raise (engine_failed() if self.model.engine.closed else RequestError(500, str(error))) from None
-        except Exception:  # of the device
+        except Exception:
             traceback.print_exc()
-            raise engine_failed() from None
+            raise (engine_failed() if self.model.engine.closed else server_failed()) from None
 
     async def _together(self) -> AsyncGenerator[tuple[int, Piece | None]]:
         came: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()

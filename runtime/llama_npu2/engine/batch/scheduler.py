@@ -307,7 +307,7 @@ class Scheduler:
                     sequence.growing.take(row)
             elif completes:
                 self._choose(sequence, planned.drafts, wanted)
-        except UserError as error:
+        except Exception as error:  # of what takes the rows: the device, and with it all others, is well
             self._end(sequence, error)
             return
         if sequence.done // self.cache.positions > full:
