@@ -144,7 +144,7 @@ def test_no_merge_is_left_open(page: Path) -> None:
 def test_readme_is_short_and_keeps_its_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
-    assert '    pip install -e . && doit run prompt="The capital of France is"\n' in text
+    assert '    pip install --no-compile -e . && doit run prompt="The capital of France is"\n' in text
     assert "    pip install -e '.[test]' && pytest\n" in text
 
 
