@@ -300,6 +300,10 @@ def test_ctrl_c_is_raised_once_and_only_where_it_stops_something() -> None:
                     press()
         with interrupts.raised():
             pass
+        with pytest.raises(KeyboardInterrupt), interrupts.raised():
+            with contextlib.suppress(KeyboardInterrupt):
+                press()
+            interrupts.check()
         press()
         interrupts.forget()
         with interrupts.raised():

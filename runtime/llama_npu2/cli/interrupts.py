@@ -12,8 +12,7 @@ class Interrupts:
     """Within it, SIGINT raises KeyboardInterrupt only where `raised` says so, once, and is remembered elsewhere.
 
     Python's own handler raises wherever the program is: while a module is imported, which then stays half imported;
-    while the terminal is given back; or where nobody catches it. prompt_toolkit, which has a handler while it reads,
-    loses a SIGINT that comes between Enter and the answer.
+    while the terminal is given back; or where nobody catches it. C code drops what is raised while it imports a module.
     """
 
     def __init__(self) -> None:
@@ -29,21 +28,25 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._before)
 
     def _on_signal(self, *_: object) -> None:
+        self._came = True
         if self._raises:
             self._raises = False
             raise KeyboardInterrupt
-        self._came = True
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
         """Raises KeyboardInterrupt for the first SIGINT that comes within, or has come since `forget`."""
         self._raises = True
         try:
-            if self._came:
-                raise KeyboardInterrupt
+            self.check()
             yield
         finally:
             self._raises = self._came = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a SIGINT has come, as what it raised may have been dropped."""
+        if self._came:
+            raise KeyboardInterrupt
 
     def forget(self) -> None:
         """A SIGINT that came before was for something that is over."""

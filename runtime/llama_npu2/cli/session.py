@@ -124,6 +124,7 @@ class Session:
                         write.thought(piece.text)
                     else:
                         write(piece.text)
+                    self.interrupts.check()
         except KeyboardInterrupt:
             stopped = True
         self.current = True
