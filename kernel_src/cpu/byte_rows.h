@@ -169,9 +169,7 @@ static_assert(digit_bits * (sum_digits - 1) == 16, "the digits of a sum are 16 b
 INLINE void fix_sums(const float *totals, int64_t groups, float *unit, int32_t *sums) {
     u32v tops = {};
     for (int64_t g = 0; g < groups; g += lanes) tops = max(tops, load<u32v>(totals + g) & 0x7fffffff);
-    const uint32_t top = max_of(tops);
-    float largest;
-    __builtin_memcpy(&largest, &top, 4);
+    const float largest = float_of_bits(max_of(tops));
     *unit = largest / most_of_sum;
     const float inverse = largest == 0 ? 0.0f : most_of_sum / largest;
     for (int64_t g = 0; g < groups; g += lanes) store(sums + g, nearest(load<f32v>(totals + g) * inverse));

@@ -72,10 +72,7 @@ INLINE bf16 largest_magnitude(const bf16 *x, int64_t count) {
 }
 
 INLINE float power_of_two(int exponent_bits) {
-    const uint32_t bits = static_cast<uint32_t>(exponent_bits) << 23;
-    float value;
-    __builtin_memcpy(&value, &bits, 4);
-    return value;
+    return float_of_bits(static_cast<uint32_t>(exponent_bits) << 23);
 }
 
 // What a number stands for, and what values are multiplied with to become numbers.
@@ -101,7 +98,7 @@ INLINE Narrow narrowed(i32v whole) {
 #endif
 }
 
-INLINE i32v widened(i16v numbers) {
+INLINE i32v widen(i16v numbers) {
 #if ISA_LANES == 16
     return (i32v)_mm512_cvtepi16_epi32((__m256i)numbers);
 #elif ISA_LANES == 8
@@ -118,7 +115,7 @@ INLINE i32v sums_of_groups(const int16_t *numbers, int64_t count) {
 #pragma GCC unroll 16
     for (int64_t g = 0; g < count; g++)
 #pragma GCC unroll 8
-        for (int64_t i = 0; i < inputs; i += lanes) sums[g] += widened(load<i16v>(numbers + g * inputs + i));
+        for (int64_t i = 0; i < inputs; i += lanes) sums[g] += widen(load<i16v>(numbers + g * inputs + i));
     return fold_each<Plus>(sums);
 }
 

@@ -7,30 +7,28 @@ namespace {
 static_assert(panel_rows == lanes, "a square of words, one register for each row of a panel, is what is transposed");
 
 // 16 x 16 words: brings together 2, then 4 rows within each quarter, then the quarters.
-INLINE void transpose(__m512i *rows) {
-    __m512i pairs[lanes], fours[lanes];
+INLINE void transpose(i32v *rows) {
+    i32v pairs[lanes], fours[lanes];
 #pragma GCC unroll 8
     for (int i = 0; i < lanes; i += 2) {
-        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+        pairs[i] = low_words(rows[i], rows[i + 1]);
+        pairs[i + 1] = high_words(rows[i], rows[i + 1]);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < lanes; i += 4) {
-        fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-        fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+        fours[i] = low_pairs(pairs[i], pairs[i + 2]);
+        fours[i + 1] = high_pairs(pairs[i], pairs[i + 2]);
+        fours[i + 2] = low_pairs(pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = high_pairs(pairs[i + 1], pairs[i + 3]);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const __m512i even0 = _mm512_shuffle_i32x4(fours[i], fours[i + 4], 0x88);
-        const __m512i odd0 = _mm512_shuffle_i32x4(fours[i], fours[i + 4], 0xdd);
-        const __m512i even8 = _mm512_shuffle_i32x4(fours[i + 8], fours[i + 12], 0x88);
-        const __m512i odd8 = _mm512_shuffle_i32x4(fours[i + 8], fours[i + 12], 0xdd);
-        rows[i] = _mm512_shuffle_i32x4(even0, even8, 0x88);
-        rows[i + 4] = _mm512_shuffle_i32x4(odd0, odd8, 0x88);
-        rows[i + 8] = _mm512_shuffle_i32x4(even0, even8, 0xdd);
-        rows[i + 12] = _mm512_shuffle_i32x4(odd0, odd8, 0xdd);
+        const i32v even0 = even_parts(fours[i], fours[i + 4]), odd0 = odd_parts(fours[i], fours[i + 4]);
+        const i32v even8 = even_parts(fours[i + 8], fours[i + 12]), odd8 = odd_parts(fours[i + 8], fours[i + 12]);
+        rows[i] = even_parts(even0, even8);
+        rows[i + 4] = even_parts(odd0, odd8);
+        rows[i + 8] = odd_parts(even0, even8);
+        rows[i + 12] = odd_parts(odd0, odd8);
     }
 }
 
@@ -45,19 +43,19 @@ INLINE void pack_k(const bf16 *rows, int64_t stride, int64_t count, int64_t pair
     for (int64_t first = 0; first < pairs; first += lanes, rows += 2 * lanes, panel += lanes * line_elements) {
         const int64_t left = pairs - first < lanes ? pairs - first : lanes;
         const __mmask16 mask = static_cast<__mmask16>((1u << left) - 1);
-        __m512i square[panel_rows];
+        i32v square[panel_rows];
         if (count == panel_rows) {
 #pragma GCC unroll 16
-            for (int64_t i = 0; i < panel_rows; i++) square[i] = load_row(rows + i * stride, mask, ahead);
+            for (int64_t i = 0; i < panel_rows; i++) square[i] = (i32v)load_row(rows + i * stride, mask, ahead);
         } else {
 #pragma GCC unroll 16
             for (int64_t i = 0; i < panel_rows; i++)
-                square[i] = i < count ? load_row(rows + i * stride, mask, ahead) : _mm512_setzero_si512();
+                square[i] = i < count ? (i32v)load_row(rows + i * stride, mask, ahead) : i32v{};
         }
         transpose(square);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < lanes; i++)
-            if (i < left) _mm512_storeu_si512(panel + i * line_elements, square[i]);
+            if (i < left) store(panel + i * line_elements, square[i]);
     }
 }
 

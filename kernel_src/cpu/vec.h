@@ -32,18 +32,18 @@ INLINE f32v select(i32v mask, f32v yes, f32v no) {
     return (f32v)((mask & (i32v)yes) | (~mask & (i32v)no));
 }
 
-INLINE float to_float(bf16 x) {
-    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+INLINE float float_of_bits(uint32_t bits) {
     float f;
     __builtin_memcpy(&f, &bits, 4);
     return f;
 }
 
+INLINE float to_float(bf16 x) { return float_of_bits(static_cast<uint32_t>(x) << 16); }
+
 // f16 -> f32, exact.
 INLINE float f16_to_float(uint16_t half) {
-    const uint32_t magnitude = half & 0x7fff, bits = (magnitude << 13) + (magnitude < 0x7c00 ? 0x38000000u : 0x70000000u);
-    float value;
-    __builtin_memcpy(&value, &bits, 4);
+    const uint32_t magnitude = half & 0x7fff;
+    float value = float_of_bits((magnitude << 13) + (magnitude < 0x7c00 ? 0x38000000u : 0x70000000u));
     if (magnitude < 0x400) value = static_cast<float>(magnitude) * 5.9604644775390625e-08f;  // subnormal: 2^-24 each
     return half & 0x8000 ? -value : value;
 }
@@ -176,68 +176,53 @@ INLINE float fold(f32v v) {
     return v[0];
 }
 
-// Steps of fold_each. The lanes of a are joined, as are those of b: of each 128 bits the first two with the last two; of each 128
-// bits the even ones with the odd ones; each 128 bits with the next 128.
+// What transposing 32-bit words takes: of each 128 bits of a and b, the first or last two words in turn, and the first or last
+// pairs; of a and then b, every other 128 bits.
 #if ISA_LANES == 16
-template <class Operation>
-INLINE i32v join_halves(i32v a, i32v b) {
-    return Operation::join((i32v)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b), (i32v)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b));
-}
-
-template <class Operation>
-INLINE i32v join_pairs(i32v a, i32v b) {
-    return Operation::join((i32v)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b), (i32v)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b));
-}
-
-template <class Operation>
-INLINE i32v join_quads(i32v a, i32v b) {
-    return Operation::join((i32v)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0x88), (i32v)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0xdd));
-}
+INLINE i32v low_words(i32v a, i32v b) { return (i32v)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
+INLINE i32v high_words(i32v a, i32v b) { return (i32v)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
+INLINE i32v low_pairs(i32v a, i32v b) { return (i32v)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b); }
+INLINE i32v high_pairs(i32v a, i32v b) { return (i32v)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b); }
+INLINE i32v even_parts(i32v a, i32v b) { return (i32v)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0x88); }
+INLINE i32v odd_parts(i32v a, i32v b) { return (i32v)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0xdd); }
 #elif ISA_LANES == 8
-template <class Operation>
-INLINE i32v join_halves(i32v a, i32v b) {
-    return Operation::join((i32v)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b), (i32v)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b));
-}
-
-template <class Operation>
-INLINE i32v join_pairs(i32v a, i32v b) {
-    return Operation::join((i32v)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b), (i32v)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b));
-}
-
-template <class Operation>
-INLINE i32v join_quads(i32v a, i32v b) {
-    return Operation::join((i32v)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x20),
-                           (i32v)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x31));
-}
+INLINE i32v low_words(i32v a, i32v b) { return (i32v)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b); }
+INLINE i32v high_words(i32v a, i32v b) { return (i32v)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b); }
+INLINE i32v low_pairs(i32v a, i32v b) { return (i32v)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
+INLINE i32v high_pairs(i32v a, i32v b) { return (i32v)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
+INLINE i32v even_parts(i32v a, i32v b) { return (i32v)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x20); }
+INLINE i32v odd_parts(i32v a, i32v b) { return (i32v)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x31); }
 #else
-static_assert(lanes == 4, "128 bits");
-template <class Operation>
-INLINE i32v join_halves(i32v a, i32v b) {
-    return Operation::join(i32v{a[0], b[0], a[1], b[1]}, i32v{a[2], b[2], a[3], b[3]});
-}
-
-template <class Operation>
-INLINE i32v join_pairs(i32v a, i32v b) {
-    return Operation::join(i32v{a[0], a[1], b[0], b[1]}, i32v{a[2], a[3], b[2], b[3]});
-}
-
-template <class Operation>
-INLINE i32v join_quads(i32v a, i32v) {
-    return a;
-}
+static_assert(lanes == 4, "128 bits, of which there are no parts");
+INLINE i32v low_words(i32v a, i32v b) { return i32v{a[0], b[0], a[1], b[1]}; }
+INLINE i32v high_words(i32v a, i32v b) { return i32v{a[2], b[2], a[3], b[3]}; }
+INLINE i32v low_pairs(i32v a, i32v b) { return i32v{a[0], a[1], b[0], b[1]}; }
+INLINE i32v high_pairs(i32v a, i32v b) { return i32v{a[2], a[3], b[2], b[3]}; }
+INLINE i32v even_parts(i32v a, i32v) { return a; }
+INLINE i32v odd_parts(i32v, i32v b) { return b; }
 #endif
+
+template <class Operation>
+INLINE i32v join_words(i32v a, i32v b) {
+    return Operation::join(low_words(a, b), high_words(a, b));
+}
 
 // Lane i is what all lanes of v[i] are joined to: v has a vector for each lane.
 template <class Operation>
 INLINE i32v fold_each(const i32v *v) {
     i32v joined[lanes / 4];
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < lanes / 4; i++)
-        joined[i] = join_pairs<Operation>(join_halves<Operation>(v[4 * i], v[4 * i + 1]), join_halves<Operation>(v[4 * i + 2], v[4 * i + 3]));
+    for (int64_t i = 0; i < lanes / 4; i++) {
+        const i32v first = join_words<Operation>(v[4 * i], v[4 * i + 1]), last = join_words<Operation>(v[4 * i + 2], v[4 * i + 3]);
+        joined[i] = Operation::join(low_pairs(first, last), high_pairs(first, last));
+    }
 #pragma GCC unroll 2
     for (int64_t count = lanes / 8; count > 0; count /= 2)
 #pragma GCC unroll 2
-        for (int64_t i = 0; i < count; i++) joined[i] = join_quads<Operation>(joined[2 * i], joined[2 * i + 1]);
+        for (int64_t i = 0; i < count; i++) {
+            const i32v a = joined[2 * i], b = joined[2 * i + 1];
+            joined[i] = Operation::join(even_parts(a, b), odd_parts(a, b));
+        }
     return joined[0];
 }
 
