@@ -341,7 +341,7 @@ def test_ctrl_c_anywhere_leaves_the_model_as_it_was(llm: Llama) -> None:
 
 @pytest.mark.parametrize("line", range(6))
 def test_ctrl_c_does_not_leave_the_model_at_work(llm: Llama, line: int) -> None:
-    """On each line of what keeps other threads out, which most random moments miss."""
+    """KeyboardInterrupt comes on each line of what keeps other threads out, which most random moments miss."""
     code, lines = inspect.unwrap(Llama._alone).__code__, itertools.count()
 
     def on_line(_: FrameType, event: str, __: Any) -> Any:

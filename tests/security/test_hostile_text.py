@@ -262,7 +262,7 @@ def test_what_the_process_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ctrl_c_does_not_end_the_process() -> None:
-    """Neither as it starts, when Python has not yet said what to do with the signal, nor later."""
+    """The signal comes as the process starts, before Python has said what to do with it, and later."""
     for moment in (0.0, 0.003, 0.01, 0.02):
         renderer = sandbox.Renderer()
         time.sleep(moment)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interrupts:
-    """Within it, SIGINT raises KeyboardInterrupt only where `raised` says so, once, and is remembered elsewhere.
+    """A handler of SIGINT: it raises KeyboardInterrupt inside of `raised` alone, once, and remembers SIGINT elsewhere.
 
     Python's own handler raises wherever the program is: while a module is imported, which then stays half imported;
     while the terminal is given back; or where nobody catches it. C code drops what is raised while it imports a module.
@@ -44,10 +44,10 @@ class Interrupts:
             self._raises = self._came = False
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a SIGINT has come, as what it raised may have been dropped."""
+        """Raise KeyboardInterrupt if a SIGINT has come: what the handler raised may have been dropped."""
         if self._came:
             raise KeyboardInterrupt
 
     def forget(self) -> None:
-        """A SIGINT that came before was for something that is over."""
+        """Forget a SIGINT that has come: what it was to stop is over."""
         self._came = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -58,14 +59,12 @@ class Session:
         say(f"{self.llm.manifest.model['name']}: {self.llm.description}\n{GREETING}")
         commands = [name.split()[0] for name in HELP if name[0] == "/" and name[1].isalpha()]
         reader = terminal.open_reader(self.interrupts, commands)
-        if not terminal.is_terminal():
+        with self.interrupts if terminal.is_terminal() else contextlib.nullcontext():
             self._converse(reader)
-            return int(self.failures > 0)
-        with self.interrupts:
-            self._converse(reader)
-        return 0
+        return int(self.failures > 0 and not terminal.is_terminal())
 
     def _converse(self, reader: terminal.Reader) -> None:
+        """Take messages and commands until /exit or the end of input."""
         while True:
             try:
                 text = reader.read().strip()

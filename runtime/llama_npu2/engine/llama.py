@@ -390,7 +390,7 @@ class Llama(Engine):
     def _alone(self) -> Iterator[None]:
         """Keep other threads out of the context inside the `with` block, in which it changes. Raises UserError."""
         self._check_unserved()
-        # A lock that Ctrl-C has kept from being released would refuse its own thread, too, from then on.
+        # Ctrl-C may keep the block from ending. A lock would then refuse its own thread as well; a number lets it in.
         thread = get_ident()
         if self._thread.setdefault("at work", thread) != thread:
             raise UserError("the model is at work in another thread: llm.engine() makes many replies at a time")

@@ -307,7 +307,7 @@ class Scheduler:
                     sequence.growing.take(row)
             elif completes:
                 self._choose(sequence, planned.drafts, wanted)
-        except Exception as error:  # of what takes the rows: the device, and with it all others, is well
+        except Exception as error:  # what takes the rows has failed, and not the device: other sequences go on
             self._end(sequence, error)
             return
         if sequence.done // self.cache.positions > full:
