@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -159,6 +159,9 @@ class Heads(NamedTuple):
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`."""
 
+_LOCAL = "local"
+"""The end of the names of tables for layers with windows, where these turn otherwise than others."""
+
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent")
 """Kinds of layers whose state has no positions, so that a prefix of a text cannot be kept."""
 
@@ -257,6 +260,12 @@ class ConfigFields:
         window = self.integer("sliding_window", default)
         return window if window < max_seq else None
 
+    def windows(self, kinds: Iterable[str], max_seq: int) -> dict[str, int | None]:
+        """Return the window of each kind of layer; None: all positions. Raises UserError where there is none."""
+        if SLIDING in kinds and self.values.get("sliding_window", 0) is None:
+            raise self.fail("sliding_window", f"must be a number where layer_types has {SLIDING}")
+        return {FULL: None, SLIDING: self.window(max_seq)}
+
     def kinds(self, default: Sequence[str], known: Sequence[str] = (FULL, SLIDING)) -> list[str]:
         """Return `layer_types`, the kind of each layer, all of them `known`. Raises UserError."""
         kinds = self.values.get("layer_types")
@@ -289,6 +298,19 @@ class ConfigFields:
             return nested.rope_of(theta, max_seq, head_dim)
         share = nested.number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
         return nested.rope_of(theta, max_seq, head_dim, share=share)
+
+    def ropes(self, max_seq: int, head_dim: int, theta: float, sliding_theta: float) -> dict[str, Rope]:
+        """Return the rotary embedding of each kind of layer. Only that of full ones is scaled by `rope_scaling`.
+
+        `theta`, `sliding_theta`: the defaults of `rope_theta`. Raises UserError.
+        """
+        own = {kind: self.nested("rope_parameters").nested(kind) for kind in (FULL, SLIDING)}
+        full = ConfigFields({**own[FULL].values, **self.nested("rope_scaling").values}, f"{self.where}: rope scaling")
+        sliding_theta = own[SLIDING].number("rope_theta", sliding_theta)
+        return {
+            FULL: full.rope_of(full.number("rope_theta", theta), max_seq, head_dim),
+            SLIDING: own[SLIDING].rope_of(sliding_theta, max_seq, head_dim, _LOCAL),
+        }
 
     def rope_fields(self) -> ConfigFields:
         """Return the fields of the rotary embedding, in either spelling. Raises UserError."""

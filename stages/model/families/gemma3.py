@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from stages.engine.lazy import ml_dtypes
 from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
 from stages.model.decoder import GELU_TANH, Attention, FeedForward, Layer, Norm
 from stages.model.families import Family
-from stages.model.families.gguf import Gguf
+from stages.model.families.gemma import embed_scale
+from stages.model.families.gguf import SLIDES, Gguf, layer_kinds
 from stages.model.families.llama import IGNORED, SEEING, TENSORS, of_layer
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -41,8 +40,6 @@ _DEFAULTS: dict[str, Any] = {
 _NORM = Norm(offset=1.0, once=True)
 """Weights are stored less one."""
 
-_LOCAL = "local"
-
 
 def parse(fields: ConfigFields) -> Config:
     """Return the configuration of a `Gemma3ForCausalLM`. Raises UserError that names field and value."""
@@ -55,9 +52,8 @@ def parse(fields: ConfigFields) -> Config:
     kinds = fields.kinds([SLIDING if (layer + 1) % pattern else FULL for layer in range(count)])
     scalar = fields.number("query_pre_attn_scalar")
     feed_forward = FeedForward(fields.integer("intermediate_size"), GELU_TANH)
-    if SLIDING in kinds and fields.values["sliding_window"] is None:
-        raise fields.fail("sliding_window", f"must be a number where layer_types has {SLIDING}")
-    windows = {FULL: None, SLIDING: fields.window(max_seq)}
+    windows = fields.windows(kinds, max_seq)
+    thetas = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 1e4)
     layers = {
         kind: Layer(
             Attention(*heads, rope, scalar=scalar, window=windows[kind], qk_norm=_NORM),
@@ -65,7 +61,7 @@ def parse(fields: ConfigFields) -> Config:
             norm=_NORM,
             sandwich=True,
         )
-        for kind, rope in _ropes(fields, max_seq, heads.head_dim).items()
+        for kind, rope in fields.ropes(max_seq, heads.head_dim, *thetas).items()
     }
     return fields.config(
         "gemma3_text",
@@ -73,21 +69,8 @@ def parse(fields: ConfigFields) -> Config:
         max_seq,
         tied=True,
         norm=_NORM,
-        # As transformers rounds it for a model in bf16.
-        embed_scale=float(ml_dtypes.bfloat16(math.sqrt(fields.integer("hidden_size")))),
+        embed_scale=embed_scale(fields),
     )
-
-
-def _ropes(fields: ConfigFields, max_seq: int, head_dim: int) -> dict[str, Any]:
-    """Return the rotary embedding of each kind of layer. Only that of global layers is scaled by `rope_scaling`."""
-    own = {kind: fields.nested("rope_parameters").nested(kind) for kind in (FULL, SLIDING)}
-    full = ConfigFields({**own[FULL].values, **fields.nested("rope_scaling").values}, f"{fields.where}: rope scaling")
-    theta = full.number("rope_theta", fields.number("rope_theta", 1e6))
-    local_theta = own[SLIDING].number("rope_theta", fields.number("rope_local_base_freq", 1e4))
-    return {
-        FULL: full.rope_of(theta, max_seq, head_dim),
-        SLIDING: own[SLIDING].rope_of(local_theta, max_seq, head_dim, _LOCAL),
-    }
 
 
 _NAMES = {
@@ -107,14 +90,9 @@ def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str
     own_scalar = fields["num_hidden_layers"] == _DEEPEST
     scalar = fields["hidden_size"] // fields["num_attention_heads"] if own_scalar else fields["head_dim"]
     given: dict[str, Any] = {"query_pre_attn_scalar": scalar}
-    slides = metadata.get("attention.sliding_window_pattern")
     if not fields.get("sliding_window"):
-        given |= {"sliding_window": None, "sliding_window_pattern": 1}
-    elif isinstance(slides, list):
-        given["layer_types"] = [SLIDING if layer else FULL for layer in slides]
-    elif slides is not None:
-        given["sliding_window_pattern"] = slides
-    return given
+        return given | {"sliding_window": None, "sliding_window_pattern": 1}
+    return given | {"layer_types": layer_kinds(fields, metadata, _DEFAULTS["sliding_window_pattern"])}
 
 
 _GGUF = Gguf(
@@ -126,7 +104,7 @@ _GGUF = Gguf(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    given=("attention.sliding_window_pattern",),
+    given=(SLIDES,),
     windows=True,
     complete=_of_gguf,
 )

@@ -10,6 +10,7 @@ from dataclasses import field
 from typing import Any
 
 from llama_npu2.frozen import frozen
+from stages.model.config import FULL, MOST_LAYERS, SLIDING
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, QK_NORMS, ROW_NORMS
 from stages.model.families.place import Place
 
@@ -53,6 +54,21 @@ TENSORS: dict[str, Place] = {
 
 def _nothing(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
+
+
+SLIDES = "attention.sliding_window_pattern"
+"""The key of which layers have windows: for each layer whether it has, or of how many all but the last have."""
+
+
+def layer_kinds(fields: Mapping[str, Any], metadata: Mapping[str, Any], usual: int) -> list[str]:
+    """Return the kind of each layer of a model with windows.
+
+    `usual`: of so many layers all but the last have them, where a file does not say it.
+    """
+    slides = metadata.get(SLIDES, usual)
+    if not isinstance(slides, list):
+        slides = [(layer + 1) % slides for layer in range(min(fields["num_hidden_layers"], MOST_LAYERS))]
+    return [SLIDING if layer else FULL for layer in slides]
 
 
 EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")

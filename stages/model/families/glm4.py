@@ -30,6 +30,14 @@ _DEFAULTS: dict[str, Any] = {
 
 def parse(fields: ConfigFields) -> Config:
     """Return the configuration of a `Glm4ForCausalLM`. Raises UserError that names field and value."""
+    return described(fields, "glm4", sandwich=True)
+
+
+def described(fields: ConfigFields, family: str, sandwich: bool) -> Config:
+    """Return the configuration of a model of a family. Raises UserError that names field and value.
+
+    `sandwich`: whether results of both halves of a layer are normed before they are added.
+    """
     fields.require(_REQUIRED)
     fields = ConfigFields({**_DEFAULTS, **fields.values}, fields.where)
     heads = fields.heads()
@@ -37,19 +45,21 @@ def parse(fields: ConfigFields) -> Config:
     rope = replace(fields.rope(max_seq, heads.head_dim, partial=True), interleaved=True)
     biased = fields.boolean("attention_bias", True)
     attention = Attention(*heads, rope, scalar=float(heads.head_dim), biased=biased)
-    layer = Layer(attention, FeedForward(fields.integer("intermediate_size")), sandwich=True)
+    layer = Layer(attention, FeedForward(fields.integer("intermediate_size")), sandwich=sandwich)
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
-    return fields.config("glm4", [layer] * count, max_seq, tied=False)
+    return fields.config(family, [layer] * count, max_seq, tied=False)
 
 
 _GATE_UP = ("w_gate", "w_up")
 
-_NAMES = {
+NAMES = TENSORS | {
     **{slot: of_layer(f"self_attn.{slot[1]}_proj.bias") for slot in BIASES},
-    "attn_norm_w": of_layer("post_self_attn_layernorm.weight"),
-    "ffn_norm_w": of_layer("post_attention_layernorm.weight"),
     **dict.fromkeys(_GATE_UP, of_layer("mlp.gate_up_proj.weight", *_GATE_UP)),
+}
+
+_NORMS = {
+    "attn_norm_w": of_layer("post_self_attn_layernorm.weight"),
     "down_norm_w": of_layer("post_mlp_layernorm.weight"),
 }
 
-FAMILY = Family("glm4", ("Glm4ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="GLM-4-0414")
+FAMILY = Family("glm4", ("Glm4ForCausalLM",), parse, NAMES | _NORMS, IGNORED, title="GLM-4-0414")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.model.config import FULL, MOST_LAYERS, Config, ConfigFields
-from stages.model.decoder import Attention, FeedForward, Layer, Rope
+from stages.model.decoder import Attention, Experts, FeedForward, Layer, Rope
 from stages.model.families import Family
 from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, REQUIRED, TENSORS
@@ -22,14 +22,11 @@ def parse(fields: ConfigFields) -> Config:
     fields.require(REQUIRED)
     heads = fields.heads()
     rope = fields.rope(fields.positions(heads.head_dim), heads.head_dim)
-    return described(fields, "granite", rope, fields.integer("intermediate_size"))
+    return described(fields, "granite", rope, FeedForward(fields.integer("intermediate_size")))
 
 
-def described(fields: ConfigFields, family: str, rope: Rope, inner: int) -> Config:
-    """Return the configuration of a model whose layers are alike. Raises UserError.
-
-    `inner`: the width of its feed-forward network.
-    """
+def described(fields: ConfigFields, family: str, rope: Rope, feed_forward: FeedForward | Experts) -> Config:
+    """Return the configuration of a model whose layers are alike. Raises UserError."""
     heads = fields.heads()
     attention = Attention(*heads, rope, scalar=fields.number("attention_multiplier", 1.0) ** -2)
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
@@ -38,13 +35,13 @@ def described(fields: ConfigFields, family: str, rope: Rope, inner: int) -> Conf
         "residual_scale": fields.number("residual_multiplier", 1.0),
         "logits_scale": 1 / fields.number("logits_scaling", 1.0),
     }
-    layers, max_seq = [Layer(attention, FeedForward(inner))] * count, fields.positions(heads.head_dim)
+    layers, max_seq = [Layer(attention, feed_forward)] * count, fields.positions(heads.head_dim)
     return fields.config(family, layers, max_seq, tied=False, eos=(2,), **scales)
 
 
-def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the factors, which are 0 where there are none; of a model without rotation those of Granite 4."""
-    usual = dict.fromkeys(_SCALES, 1.0) | {"attention_multiplier": fields["head_dim"] ** -0.5}
+    usual = dict.fromkeys(SCALES, 1.0) | {"attention_multiplier": fields["head_dim"] ** -0.5}
     scales = {name: fields.get(name) or value for name, value in usual.items()}
     if metadata.get("rope.scaling.finetuned", True):
         return scales
@@ -57,7 +54,7 @@ def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str
     }
 
 
-_SCALES = {
+SCALES = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
@@ -70,10 +67,10 @@ _MAMBA = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_r
 GGUF = Gguf(
     "granite",
     {"architectures": ["GraniteForCausalLM"], "model_type": "granite"},
-    _SCALES,
+    SCALES,
     given=("rope.scaling.finetuned", "expert_shared_feed_forward_length", *(f"ssm.{size}" for size in _MAMBA)),
     neighbours=True,
-    complete=_of_gguf,
+    complete=of_gguf,
 )
 
 

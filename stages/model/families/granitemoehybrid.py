@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stages.model.config import FULL, Config, ConfigFields
+from stages.model.decoder import FeedForward
 from stages.model.families import Family
 from stages.model.families.granite import GGUF, alone, described
 from stages.model.families.llama import IGNORED, REQUIRED, TENSORS, of_layer
@@ -26,7 +27,8 @@ def parse(fields: ConfigFields) -> Config:
     head_dim = fields.heads().head_dim
     turns = fields.values.get("position_embedding_type") == "rope"
     rope = fields.rope(fields.positions(head_dim), head_dim) if turns else NO_ROTATION
-    return described(fields, "granitemoehybrid", rope, fields.integer("shared_intermediate_size", 1024))
+    network = FeedForward(fields.integer("shared_intermediate_size", 1024))
+    return described(fields, "granitemoehybrid", rope, network)
 
 
 _GATE_UP = ("w_gate", "w_up")
