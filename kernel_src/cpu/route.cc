@@ -3,6 +3,8 @@
 // [rows][top].
 // Logits x @ weight^T + bias are f32, and not rounded. A row takes the experts with the `top` largest, of equal ones the first;
 // they are stored in the order of their ids. Shares are the softmax of all logits, or with `normed` of those of the chosen.
+// route_sigmoid: of logits without bias a row takes the largest sigmoids plus bias f32 [experts]. Shares are the sigmoids, with
+// `normed` of the chosen divided by their sum.
 #include "vec.h"
 #include "epilogue.h"
 #include "operand.h"
@@ -47,10 +49,15 @@ struct Router {
         }
     }
 
+    // What is no number has no place in an order.
+    static void ordered(float &score) {
+        if (!(score == score)) score = -INFINITY;
+    }
+
     void row(float *logits, const bf16 *bias, int32_t *chosen, float *shares) const {
         for (int64_t e = 0; e < experts; e++) {
             if (bias != nullptr) logits[e] += to_float(bias[e]);
-            if (!(logits[e] == logits[e])) logits[e] = -INFINITY;  // what is no number has no place in an order
+            ordered(logits[e]);
         }
         choose(logits, chosen);
         exponentials(logits);
@@ -59,11 +66,27 @@ struct Router {
         for (int64_t j = 0; normed && j < top; j++) sum += logits[chosen[j]];
         for (int64_t j = 0; j < top; j++) shares[j] = logits[chosen[j]] / sum;
     }
+
+    // scores f32 [experts], scratch.
+    void sigmoid_row(const float *logits, const float *bias, float *scores, int32_t *chosen, float *shares) const {
+        for (int64_t e = 0; e < experts; e++) {
+            scores[e] = sigmoid(logits[e]) + bias[e];
+            ordered(scores[e]);
+        }
+        choose(scores, chosen);
+        float sum = least_sum;
+        for (int64_t j = 0; j < top; j++) sum += shares[j] = sigmoid(logits[chosen[j]]);
+        for (int64_t j = 0; normed && j < top; j++) shares[j] /= sum;
+    }
+
+    static float sigmoid(float logit) { return 1.0f / (1.0f + exp2f(logit * -1.44269504f)); }
+
+    static constexpr float least_sum = 1e-6f;  // transformers, models/lfm2_moe
 };
 
-void route(const bf16 *x, const bf16 *weight, const bf16 *bias, int32_t *chosen, float *shares, int64_t rows, int64_t cols,
-           const Router &router, Worker &worker) {
-    const int64_t experts = router.experts, top = router.top;
+// Calls each(row, its logits f32 [experts]) for all rows.
+template <class Each>
+void each_row(const bf16 *x, const bf16 *weight, int64_t rows, int64_t cols, int64_t experts, Worker &worker, const Each &each) {
     float *logits = worker.shared_scratch<float>(rows * experts);
     const bf16 *weights[] = {weight};
     if (rows == 1) gemv_panels(weights, x, experts, cols, StoreF32{logits, experts}, worker);
@@ -71,7 +94,14 @@ void route(const bf16 *x, const bf16 *weight, const bf16 *bias, int32_t *chosen,
     worker.barrier();
     Chunks chunks(worker, rows, 8);
     for (int64_t r, end; chunks.next(r, end);)
-        for (; r < end; r++) router.row(logits + r * experts, bias, chosen + r * top, shares + r * top);
+        for (; r < end; r++) each(r, logits + r * experts);
+}
+
+void route(const bf16 *x, const bf16 *weight, const bf16 *bias, int32_t *chosen, float *shares, int64_t rows, int64_t cols,
+           const Router &router, Worker &worker) {
+    each_row(x, weight, rows, cols, router.experts, worker, [&](int64_t r, float *logits) {
+        router.row(logits, bias, chosen + r * router.top, shares + r * router.top);
+    });
 }
 
 }  // namespace
@@ -85,4 +115,12 @@ KERNEL void route(const bf16 *x, const bf16 *weight, int32_t *chosen, float *sha
 KERNEL void route_bias(const bf16 *x, const bf16 *weight, const bf16 *bias, int32_t *chosen, float *shares, int64_t rows,
                        int64_t cols, int64_t experts, int64_t top, int64_t normed, Worker &worker) {
     ISA::route(x, weight, bias, chosen, shares, rows, cols, {experts, top, normed != 0}, worker);
+}
+
+KERNEL void route_sigmoid(const bf16 *x, const bf16 *weight, const float *bias, int32_t *chosen, float *shares, int64_t rows,
+                          int64_t cols, int64_t experts, int64_t top, int64_t normed, Worker &worker) {
+    const ISA::Router router = {experts, top, normed != 0};
+    ISA::each_row(x, weight, rows, cols, experts, worker, [&](int64_t r, float *logits) {
+        router.sigmoid_row(logits, bias, worker.scratch<float>(experts), chosen + r * top, shares + r * top);
+    });
 }

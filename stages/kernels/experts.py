@@ -37,6 +37,26 @@ def route(
     return chosen.astype(np.int32), shares.astype(np.float32)
 
 
+def route_sigmoid(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, top: int, normed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `route` does, by sigmoids (Wang et al. 2024, arXiv:2408.15664, and DeepSeek-V3).
+
+    A row takes the experts with the largest sums of a logit's sigmoid and `bias`, f32 `[experts]`. Shares are the
+    sigmoids, with `normed` of the chosen divided by their sum and `LEAST_SUM`.
+    """
+    scores = 1 / (1 + np.exp(-f32_product(x, weight)))
+    chosen = np.sort(np.argsort(-(scores + bias), axis=-1, kind="stable")[..., :top], axis=-1)
+    shares = np.take_along_axis(scores, chosen, axis=-1)
+    if normed:
+        shares = shares / (shares.sum(axis=-1, keepdims=True) + LEAST_SUM)
+    return chosen.astype(np.int32), shares.astype(np.float32)
+
+
+LEAST_SUM = 1e-6
+"""What is added to a sum that shares are divided by: transformers, `models/lfm2_moe`."""
+
+
 def by_expert(chosen: np.ndarray) -> np.ndarray:
     """Return the order of choices `[rows, top]`, flat, by experts and then by rows."""
     return np.argsort(chosen.reshape(-1), kind="stable")
@@ -116,7 +136,12 @@ def _routers() -> Iterator[Kernel]:
     bias: list[str]
     for name, *bias in (("route",), ("route_bias", "bias")):
         reads: tuple[Arg | str, ...] = ("x", Arg("weight", layouts={"cpu": "panels"}), *bias)
-        yield signature(name, reads, "rows cols experts top normed", route, writes=written, source="route")
+        yield signature(name, reads, _ROUTER_SIZES, route, writes=written, source="route")
+    reads = ("x", Arg("weight", layouts={"cpu": "panels"}), Arg("bias", "f32"))
+    yield signature("route_sigmoid", reads, _ROUTER_SIZES, route_sigmoid, writes=written, source="route")
+
+
+_ROUTER_SIZES = "rows cols experts top normed"
 
 
 def _products(product: str, sizes: str) -> Iterator[Kernel]:

@@ -218,6 +218,9 @@ class Experts:
     router_biased: bool = False
     biased: bool = False
     """Whether the experts' products have biases."""
+    by_sigmoid: bool = False
+    """Whether a row takes the experts with the largest sums of a logit's sigmoid and a bias (`b_choice`). Shares are
+    sigmoids then, with `normed` divided by the sum of those of the chosen."""
 
     @property
     def activation(self) -> str:
@@ -228,7 +231,8 @@ class Experts:
     def slots(self) -> tuple[str, ...]:
         """The slots of its weights."""
         biases = ("b_gate_exps", "b_up_exps", "b_down_exps") if self.biased else ()
-        router = ("w_router", "b_router") if self.router_biased else ("w_router",)
+        optional = {"b_router": self.router_biased, "b_choice": self.by_sigmoid}
+        router = ("w_router", *(slot for slot, there in optional.items() if there))
         return (*router, "w_gate_exps", "w_up_exps", "w_down_exps", *biases)
 
 
@@ -291,6 +295,7 @@ LAYER_SLOTS: Mapping[str, Shape] = {
     "w_down": ("emb", "ffn"),
     "w_router": ("experts", "emb"),
     "b_router": ("experts",),
+    "b_choice": ("experts",),
     "w_gate_exps": ("experts", "expert_ffn", "emb"),
     "w_up_exps": ("experts", "expert_ffn", "emb"),
     "b_gate_exps": ("experts_ffn",),
@@ -318,7 +323,10 @@ ADDED = ("wo", "w_out", "w_down", "w_down_exps")
 
 BIASES = ("bq", "bk", "bv")
 
-ADDENDS = (*BIASES, "bo", "sinks", "b_router", "b_gate_exps", "b_up_exps", "b_down_exps")
+WIDE_SLOTS = ("b_choice",)
+"""The slots of weights that are f32: differences of scores decide."""
+
+ADDENDS = (*BIASES, "bo", "sinks", "b_router", *WIDE_SLOTS, "b_gate_exps", "b_up_exps", "b_down_exps")
 """The slots of what is added to products, and of scores."""
 
 STACKED = tuple(slot for slot in LAYER_SLOTS if slot.endswith("_exps"))

@@ -76,7 +76,7 @@ DRAWN = {
     },
     ShortConv: {"taps"},
     FeedForward: {"inner", "activation"},
-    Experts: {"count", "top", "expert", "normed", "router_biased", "biased"},
+    Experts: {"count", "top", "expert", "normed", "router_biased", "biased", "by_sigmoid"},
     Layer: {"mixer", "feed_forward", "norm", "sandwich", "entering"},
     Decoder: {"vocab", "emb", "layers", "eps", "tied", "norm", "embed_scale", "residual_scale", "logits_scale"},
 }
@@ -131,11 +131,12 @@ def rope(rng: Draw, head_dim: int, kind: str) -> Rope:
 
 
 def mixture(rng: Draw) -> Experts:
-    """Experts. Where rows take some of them the router's bias decides (`write`): near ties are no mistakes."""
+    """Experts. Where rows take some of them a bias of the router decides (`write`): near ties are no mistakes."""
     count, biased = int(rng.choice([1, 2, 4, 7])), chance(rng)
     top = int(rng.integers(1, count + 1)) if biased else count
     expert = FeedForward(int(rng.integers(10, 50)), str(rng.choice(ACTIVATIONS)))
-    return Experts(count, top, expert, chance(rng), biased, chance(rng))
+    normed, of_products, by_sigmoid = chance(rng), chance(rng), biased and chance(rng)
+    return Experts(count, top, expert, normed, biased and not by_sigmoid, of_products, by_sigmoid)
 
 
 def description(rng: Draw) -> Decoder:

@@ -223,3 +223,32 @@ def test_route(teams, cols, count, top, normed, biased):
             teams(kernel, guarded(x[r]), panels, *bias, one, share, 1, cols, count, top, normed)
             np.testing.assert_array_equal(one, chosen[r])
             np.testing.assert_array_equal(share.view(np.uint32), shares[r].view(np.uint32))
+
+
+@in_usual_sets("teams", "normed", {False: ["route_sigmoid"], True: ["route_sigmoid"]})
+@pytest.mark.parametrize("cols, count, top", [(33, 1, 1), (64, 4, 4), (577, 40, 3), (100, 130, 8)])
+def test_route_by_sigmoids(teams, cols, count, top, normed):
+    """The bias decides whom a row takes, and is no part of the shares."""
+    rng = np.random.default_rng(cols + count)
+    weight = (rng.standard_normal((count, cols), np.float32) / np.sqrt(cols)).astype(BF16)
+    panels, bias = guarded(formats()["bf16"].pack(weight, "panels")), guarded(rng.standard_normal(count, np.float32))
+    sizes = cols, count, top, int(normed)
+    for rows in (1, 2, 19):
+        x, chosen, shares = activations(rng, rows, cols), output((rows, top), np.int32), output((rows, top), np.float32)
+        teams("route_sigmoid", x, panels, bias, chosen, shares, rows, *sizes)
+        scores = 1 / (1 + np.exp(-(x.astype(np.float64) @ weight.astype(np.float64).T)))
+        wanted = np.sort(np.argsort(-(scores + bias), axis=-1)[:, :top], axis=-1)
+        np.testing.assert_array_equal(chosen, wanted)
+        taken = np.take_along_axis(scores, wanted, axis=-1)
+        np.testing.assert_allclose(
+            shares, taken / (taken.sum(axis=-1, keepdims=True) + 1e-6 if normed else 1), rtol=1e-5
+        )
+        for r in range(rows):
+            one, share = output(top, np.int32), output(top, np.float32)
+            teams("route_sigmoid", guarded(x[r]), panels, bias, one, share, 1, *sizes)
+            np.testing.assert_array_equal(one, chosen[r])
+            np.testing.assert_array_equal(share.view(np.uint32), shares[r].view(np.uint32))
+    x[0, 0] = np.inf
+    x[0, 1] = -np.inf
+    teams("route_sigmoid", x, panels, bias, chosen, shares, rows, *sizes)
+    assert ((chosen >= 0) & (chosen < count)).all() and (np.diff(chosen, axis=-1) > 0).all()

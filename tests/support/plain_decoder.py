@@ -86,14 +86,19 @@ class Plain:
         return self.rounded(self.rounded(active) * up)
 
     def experts(self, experts: Experts, name: str, x: Array) -> Array:
-        """Return the sum of what the experts with the largest logits make of each row, each times its share."""
+        """Return the sum of what the experts with the largest scores make of each row, each times its share."""
         logits = x @ self.tensor(f"{name}.w_router").T
         if experts.router_biased:
             logits = logits + self.tensor(f"{name}.b_router")
-        taken = np.argsort(-logits, axis=-1, kind="stable")[:, : experts.top]
-        powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        chosen = np.take_along_axis(powers, taken, axis=-1)
-        shares = chosen / (chosen if experts.normed else powers).sum(axis=-1, keepdims=True)
+        if experts.by_sigmoid:
+            powers = 1 / (1 + np.exp(-logits))
+            scores, least = powers + self.tensor(f"{name}.b_choice"), 1e-6
+        else:
+            powers, scores, least = np.exp(logits - logits.max(axis=-1, keepdims=True)), logits, 0.0
+        taken = np.argsort(-scores, axis=-1, kind="stable")[:, : experts.top]
+        shares = np.take_along_axis(powers, taken, axis=-1)
+        if experts.normed or not experts.by_sigmoid:
+            shares = shares / ((shares if experts.normed else powers).sum(axis=-1, keepdims=True) + least)
 
         def weight(which: str, expert: int) -> tuple[Array, Array | float]:
             matrix = self.tensor(f"{name}.w_{which}_exps")[expert]

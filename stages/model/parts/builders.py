@@ -30,6 +30,7 @@ from stages.model.decoder import (
     ROW_NORMS,
     SANDWICH_NORMS,
     VOCABULARY,
+    WIDE_SLOTS,
     Attention,
     Experts,
     Layer,
@@ -85,7 +86,8 @@ class Described:
 
     def weight(self, b: PartBuilder, name: str) -> str:
         """Add the slot of a layer's weight."""
-        return b.slot(name, LAYER_SLOTS[name], "weight", buffer=families.tensor(self.config, name))
+        form = "f32" if name in WIDE_SLOTS else "bf16"
+        return b.slot(name, LAYER_SLOTS[name], "weight", format=form, buffer=families.tensor(self.config, name))
 
     def joined_norms(self, b: PartBuilder, name: str, size: Dim, norms: tuple[str, ...]) -> str:
         """Add a slot of weights of norms that lie one after the other, because a channel queues few transfers."""
@@ -296,9 +298,9 @@ def _experts(d: Described, b: PartBuilder, rows: _Rows, residual: str, experts: 
     chosen = b.slot("chosen", rows.act("top"), "scratch", format="i32")
     shares = b.slot("shares", rows.act("top"), "scratch", format="f32")
     router = {"x": normed, "weight": d.weight(b, "w_router"), "chosen": chosen, "shares": shares}
-    if experts.router_biased:
-        router["bias"] = d.weight(b, "b_router")
-    kernel = "route_bias" if experts.router_biased else "route"
+    kernel = "route_sigmoid" if experts.by_sigmoid else "route_bias" if experts.router_biased else "route"
+    if kernel != "route":
+        router["bias"] = d.weight(b, "b_choice" if experts.by_sigmoid else "b_router")
     b.launch(kernel, router, rows=rows.rows, cols="emb", experts="experts", top="top", normed=int(experts.normed))
     end, sizes = "_bias" if experts.biased else "", rows.sizes | {"experts": "experts", "top": "top"}
     both = {name: d.weight(b, f"w_{name}_exps") for name in ("gate", "up")}
