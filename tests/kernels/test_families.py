@@ -93,8 +93,7 @@ def gemma3(rng: np.random.Generator) -> Raw:
     raw |= {"sliding_window": window(rng), "rope_local_base_freq": 1e4, "rope_theta": 1e6}
     raw |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0} if rng.integers(2) else None}
     if rng.integers(2):
-        kinds = ("sliding_attention", "full_attention")
-        raw["layer_types"] = [kinds[int(rng.integers(2))] for _ in range(raw["num_hidden_layers"])]
+        raw["layer_types"] = kinds(rng, raw["num_hidden_layers"])
     return raw
 
 
@@ -107,6 +106,15 @@ def lfm2(rng: np.random.Generator) -> Raw:
         return raw | {"full_attn_idxs": attending}
     kinds = ["full_attention" if layer in attending else "conv" for layer in range(raw["num_hidden_layers"])]
     return raw | {"layer_types": kinds}
+
+
+def lfm2_moe(rng: np.random.Generator) -> Raw:
+    own = {"norm_topk_prob": bool(rng.integers(2)), "num_dense_layers": int(rng.choice([0, 1, 2])), "pad_token_id": 0}
+    raw = lfm2(rng) | experts(rng, "num_experts") | {"moe_intermediate_size": int(rng.integers(20, 70)), **own}
+    if attending := raw.pop("full_attn_idxs", None):
+        layers = range(raw["num_hidden_layers"])
+        raw["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in layers]
+    return {name: value for name, value in raw.items() if not name.startswith("block_")}
 
 
 def phi3(rng: np.random.Generator) -> Raw:
@@ -176,6 +184,40 @@ def olmo2(rng: np.random.Generator) -> Raw:
     return common(rng) | {"pad_token_id": 0}
 
 
+def gemma(rng: np.random.Generator) -> Raw:
+    return common(rng) | {"hidden_act": ["gelu", "gelu_pytorch_tanh"][rng.integers(2)], "pad_token_id": 0}
+
+
+def ernie4_5(rng: np.random.Generator) -> Raw:
+    return common(rng) | {"pad_token_id": 0}
+
+
+def seed_oss(rng: np.random.Generator) -> Raw:
+    return common(rng) | {"attention_bias": bool(rng.integers(4)), "pad_token_id": 0}
+
+
+def kinds(rng: np.random.Generator, count: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[int(rng.integers(2))] for _ in range(count)]
+
+
+def olmo3(rng: np.random.Generator) -> Raw:
+    # Of rotations of kinds of layers, transformers does not see `truncate`.
+    scaling = yarn(rng) | {"rope_theta": 5e5, "truncate": True} if rng.integers(3) else None
+    raw = common(rng) | {"rope_theta": 5e5, "rope_scaling": scaling, "sliding_window": window(rng), "pad_token_id": 0}
+    raw |= {"num_hidden_layers": int(rng.choice([2, 3, 5]))}
+    return raw | ({"layer_types": kinds(rng, raw["num_hidden_layers"])} if rng.integers(2) else {})
+
+
+def exaone4(rng: np.random.Generator) -> Raw:
+    windows = {"sliding_window": window(rng) if rng.integers(3) else None}
+    raw = common(rng) | windows
+    if windows["sliding_window"] is None:
+        return raw | {"layer_types": ["full_attention"] * raw["num_hidden_layers"]}
+    if rng.integers(2):
+        return raw | {"layer_types": kinds(rng, raw["num_hidden_layers"])}
+    return raw | {"sliding_window_pattern": int(rng.choice([2, 3, 4]))}
+
+
 def experts(rng: np.random.Generator, count: str) -> Raw:
     """Sizes of experts. `count`: the name of their number."""
     chosen = int(rng.choice([1, 3, 8, 17]))
@@ -190,6 +232,21 @@ def qwen3_moe(rng: np.random.Generator) -> Raw:
     return raw | {"use_sliding_window": bool(rng.integers(2)), "sliding_window": window(rng)}
 
 
+def mixtral(rng: np.random.Generator) -> Raw:
+    windows = {"sliding_window": window(rng) if rng.integers(2) else None}
+    return common(rng) | experts(rng, "num_local_experts") | windows
+
+
+def olmoe(rng: np.random.Generator) -> Raw:
+    # Transformers derives the head size.
+    raw = common(rng) | experts(rng, "num_experts") | {"norm_topk_prob": bool(rng.integers(2)), "pad_token_id": 0}
+    return raw | {"head_dim": None, "hidden_size": raw["num_attention_heads"] * int(rng.choice([10, 16, 48]))}
+
+
+def granitemoe(rng: np.random.Generator) -> Raw:
+    return granite(rng) | experts(rng, "num_local_experts")
+
+
 def gpt_oss(rng: np.random.Generator) -> Raw:
     raw = (
         common(rng) | experts(rng, "num_local_experts") | {"sliding_window": window(rng), "tie_word_embeddings": False}
@@ -198,8 +255,7 @@ def gpt_oss(rng: np.random.Generator) -> Raw:
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 100}
     raw |= {"rope_scaling": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0} if rng.integers(3) else None}
     if rng.integers(2):
-        kinds = ("sliding_attention", "full_attention")
-        raw["layer_types"] = [kinds[int(rng.integers(2))] for _ in range(raw["num_hidden_layers"])]
+        raw["layer_types"] = kinds(rng, raw["num_hidden_layers"])
     return raw
 
 
@@ -219,12 +275,23 @@ FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "olmo2": ("Olmo2ForCausalLM", olmo2),
     "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
     "gpt_oss": ("GptOssForCausalLM", gpt_oss),
+    "gemma": ("GemmaForCausalLM", gemma),
+    "ernie4_5": ("Ernie4_5ForCausalLM", ernie4_5),
+    "seed_oss": ("SeedOssForCausalLM", seed_oss),
+    "glm": ("GlmForCausalLM", glm4),
+    "olmo3": ("Olmo3ForCausalLM", olmo3),
+    "exaone4": ("Exaone4ForCausalLM", exaone4),
+    "mixtral": ("MixtralForCausalLM", mixtral),
+    "olmoe": ("OlmoeForCausalLM", olmoe),
+    "granitemoe": ("GraniteMoeForCausalLM", granitemoe),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", lfm2_moe),
 }
 
 
-USUAL = dict.fromkeys(FAMILIES, 0) | {"qwen2": 2, "phi3": 1, "ministral3": 3, "smollm3": 2}
+USUAL = dict.fromkeys(FAMILIES, 0) | {"qwen2": 2, "phi3": 1, "ministral3": 3, "smollm3": 2, "glm": 5, "exaone4": 1}
+USUAL |= {"mixtral": 1, "olmoe": 4, "lfm2_moe": 2}
 """The configuration of each family that runs by default, with what the family has beside others: windows, factors of
-long rotations, layers without rotation."""
+long rotations, layers without rotation, experts of which rows take some."""
 
 
 BUILT = ("gemma3_text", "gpt_oss")
@@ -251,19 +318,24 @@ def weights(config: Config, seed: int) -> dict[str, np.ndarray]:
     for name, ((weight, at), *_) in families.locations(config).items():
         values = rng.standard_normal(at.plain_shape, np.float32)
         if weight.slot not in ADDENDS and len(at.shape) > 1:
-            # Logits of routers are far apart, so that rounding changes few choices.
-            values *= (4 if weight.slot == "w_router" else 1) / np.sqrt(at.shape[-1])
+            values *= SPREAD.get(weight.slot, 1) / np.sqrt(at.shape[-1])
         elif weight.slot not in ADDENDS:
             values = 1 + 0.4 * values - config.decoder.norm.offset
+        else:
+            values *= SPREAD.get(weight.slot, 1)
         tensors[name] = values.astype(bfloat16)
     return tensors
+
+
+SPREAD = dict.fromkeys(("w_router", "b_choice"), 4)
+"""Factors of weights that scores of experts come from: these are far apart, so that rounding changes few choices."""
 
 
 def write(directory: Path, family: str, raw: Raw, seed: int = 0) -> Config:
     """Write a checkpoint of a family."""
     architecture, _ = FAMILIES[family]
     raw = {"architectures": [architecture], "model_type": family} | {k: v for k, v in raw.items() if v is not None}
-    if family == "mistral":
+    if family in ("mistral", "exaone4"):
         raw.setdefault("sliding_window", None)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(raw))
@@ -278,7 +350,7 @@ SURE = 0.1
 
 
 def routed(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, list[tuple[np.ndarray, int]]]:
-    """Returns transformers' logits f32 of every position, and for each router its logits `[positions, experts]` and how
+    """Returns transformers' logits f32 of every position, and for each router its scores `[positions, experts]` and how
     many experts a row takes. Transformers finds the weights by itself."""
     # Other implementations of experts than the plain one take no odd sizes.
     more = {"experts_implementation": "eager"} if "experts" in (directory / "config.json").read_text() else {}
@@ -290,7 +362,10 @@ def routed(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, lis
     routers: list[tuple[np.ndarray, int]] = []
 
     def keep(router: Any, inputs: Any, outputs: Any) -> None:
-        routers.append((outputs[0].float().reshape(len(ids), -1).numpy(), router.top_k))
+        scores = outputs[0].float().reshape(len(ids), -1)
+        for bias in inputs[1:]:
+            scores = scores.sigmoid() + bias
+        routers.append((scores.numpy(), router.top_k))
 
     for module in found.modules():
         if type(module).__name__.endswith("TopKRouter"):
@@ -354,6 +429,9 @@ def in_steps(llm: Llama, pieces: Sequence[list[int]], rng: np.random.Generator) 
     assert (np.array(made[0]) == made[1]).all()
     return np.array(made[0])
 
+
+REFERENCES = 16
+"""Tokens that kernels' references compute after a prompt: of a few, the errors differ by twice."""
 
 CACHES = ("llama", "lfm2", "gpt_oss")
 """Families whose usual configuration runs with a KV cache in 8 bits, too: with plain attention, layers that have none,
@@ -430,8 +508,9 @@ def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None
         assert (llm.prefill(ids[:304]) == ours[-1]).all()
         if kv == "bf16":
             assert (tokens == ours[2]).all()
-            last = np.array([end - 1, end])[sure[[end - 1, end]]]
-            computed = np.array(numpy_logits(opened, ids[: end + 1], 1))[last - end + 1]
+            begin = max(end - REFERENCES, 0)
+            last = np.arange(begin, end + 1)[sure[begin : end + 1]]
+            computed = np.array(numpy_logits(opened, ids[: end + 1], end - begin))[last - begin]
             assert not len(last) or error(computed, exact[last]) <= 1.5 * least
 
 
@@ -529,20 +608,36 @@ def test_logits_of_the_array(family: str, seed: int, tmp_path: Path, artifacts: 
     assert error(ours, exact[places]) <= most * least
 
 
-def test_wrapped_configurations(tmp_path: Path) -> None:
-    """Gemma's text part inside of a model that sees: fields in `text_config`, tensors under either prefix."""
+# Rows, columns and times have angles of their own: of text they are all the position.
+SECTIONS = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 2, 4]}
+
+
+@pytest.mark.parametrize(
+    "family, outer, inner, seeing",
+    [
+        ("gemma3_text", ("Gemma3ForConditionalGeneration", "gemma3"), {}, "vision_tower.x"),
+        (
+            "qwen3",
+            ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
+            {"head_dim": 16, "rope_scaling": SECTIONS, "model_type": "qwen3_vl_text"},
+            "model.visual.x",
+        ),
+    ],
+)
+def test_wrapped_configurations(family: str, outer: tuple[str, str], inner: Raw, seeing: str, tmp_path: Path) -> None:
+    """The text part inside of a model that sees: fields in `text_config`, tensors under either prefix."""
     rng = np.random.default_rng(1)
-    config = write(tmp_path / "plain", "gemma3_text", gemma3(rng) | {"tie_word_embeddings": True})
+    config = write(tmp_path / "plain", family, FAMILIES[family][1](rng) | {"tie_word_embeddings": True, "head_dim": 16})
     plain = Checkpoint.open(tmp_path / "plain")
-    inner = json.loads((tmp_path / "plain/config.json").read_text())
-    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": {}}
+    inside = json.loads((tmp_path / "plain/config.json").read_text()) | inner
+    fields = {"architectures": [outer[0]], "model_type": outer[1], "vision_config": {}, "text_config": inside}
     for prefix in ("language_model.model.", "model.language_model."):
         directory = tmp_path / prefix
         directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
+        (directory / "config.json").write_text(json.dumps(fields))
         tensors = load_file(tmp_path / "plain/model.safetensors")
         renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
-        save_file(renamed | {"vision_tower.x": np.zeros(1, np.float32)}, directory / "model.safetensors")
+        save_file(renamed | {seeing: np.zeros(1, np.float32)}, directory / "model.safetensors")
         wrapped = Checkpoint.open(directory, ())
         assert wrapped.config == config
         assert all((wrapped.tensor(name) == plain.tensor(name)).all() for name in plain.held)

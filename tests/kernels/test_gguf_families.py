@@ -31,16 +31,37 @@ CASES = [
 ]
 
 
+def _as_wide(raw: Raw) -> Raw:
+    """Rows of all heads that are as wide as the model's, as llama.cpp takes them to be."""
+    return raw | {"hidden_size": raw["num_attention_heads"] * raw["head_dim"]}
+
+
+def _olmo2(raw: Raw) -> Raw:
+    """llama.cpp asks for a head."""
+    return _as_wide(raw) | {"tie_word_embeddings": False}
+
+
 SAID: dict[str, Callable[[Raw], Raw]] = {
+    "gemma": lambda raw: raw | {"tie_word_embeddings": True},
     "gemma3_text": lambda raw: raw | {"query_pre_attn_scalar": raw["head_dim"]},
     # The second layer is a convolution: llama.cpp has no model without any.
     "lfm2": lambda raw: (
-        {name: value for name, value in raw.items() if name != "layer_types"}
-        | {"hidden_size": raw["num_attention_heads"] * raw["head_dim"], "full_attn_idxs": [0, 2, 4]}
+        {name: value for name, value in _as_wide(raw).items() if name != "layer_types"} | {"full_attn_idxs": [0, 2, 4]}
     ),
-    # llama.cpp norms rows as wide as the model's, and asks for a head.
-    "olmo2": lambda raw: (
-        raw | {"hidden_size": raw["num_attention_heads"] * raw["head_dim"], "tie_word_embeddings": False}
+    "lfm2_moe": lambda raw: (
+        _as_wide(raw) | {"layer_types": ["full_attention", "conv"] * 2, "num_hidden_layers": 4, "norm_topk_prob": True}
+    ),
+    "olmo2": _olmo2,
+    # YaRN's pairs are cut to whole numbers there.
+    "olmo3": lambda raw: _olmo2(raw | {"rope_scaling": None}),
+    # llama.cpp knows by the number of layers that there are windows.
+    "exaone4": lambda raw: (
+        _as_wide(raw) | {"sliding_window": None, "layer_types": ["full_attention"] * raw["num_hidden_layers"]}
+    ),
+    "mixtral": lambda raw: raw | {"sliding_window": None},
+    # Norms of K are as wide there as those of Q.
+    "olmoe": lambda raw: (
+        raw | {"num_key_value_heads": raw["num_attention_heads"], "norm_topk_prob": False, "tie_word_embeddings": False}
     ),
     "qwen3_moe": lambda raw: (
         raw | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}

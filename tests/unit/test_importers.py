@@ -776,7 +776,7 @@ GGUF_DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "length of an array": (after("ggml.tokens", 8, number(8, BIG)), "strings of tokenizer.ggml.tokens do not fit"),
     "array of numbers": (after("ggml.token_type", 8, number(8, BIG)), "values of tokenizer.ggml.token_type do not fit"),
     "key twice": (renamed("llama.context_length", "general.architecture"), "general.architecture is there twice"),
-    "architecture": (renamed("\x05\0\0\0\0\0\0\0llama", "\x05\0\0\0\0\0\0\0rwkv7"), '"rwkv7": only gemma3'),
+    "architecture": (renamed("\x05\0\0\0\0\0\0\0llama", "\x05\0\0\0\0\0\0\0rwkv7"), '"rwkv7": only ernie4_5'),
     "no width": (renamed("llama.embedding_length", "llama.embedding_lengtg"), "llama.embedding_length = null"),
     "no heads": (metadata("llama.attention.head_count", 0), "llama.attention.head_count = 0"),
     "heads": (metadata("llama.attention.head_count_kv", 3), "num_key_value_heads = 3"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llama_npu2.errors import UserError
 from stages.model.config import FULL, MOST_LAYERS, Config, ConfigFields
-from stages.model.decoder import FINAL_NORM, Attention, FeedForward, Layer, Mixer, Norm, ShortConv
+from stages.model.decoder import FINAL_NORM, Attention, Experts, FeedForward, Layer, Mixer, Norm, ShortConv
 from stages.model.families import Family
 from stages.model.families.gguf import TENSORS as GGUF_TENSORS
 from stages.model.families.gguf import Gguf, of_block
@@ -36,9 +36,20 @@ _CONV = "conv"
 
 def parse(fields: ConfigFields) -> Config:
     """Return the configuration of a `Lfm2ForCausalLM`. Raises UserError that names field and value."""
+    fields = completed(fields, _DEFAULTS)
+    feed_forward = FeedForward(_inner(fields))
+    return described(fields, "lfm2", lambda layer: feed_forward)
+
+
+def completed(fields: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFields:
+    """Return the fields by the names that others have, with defaults. Raises UserError."""
     fields.require(_REQUIRED)
     others = {name: fields.values[own] for own, name in _OTHER_NAMES.items() if fields.values.get(own) is not None}
-    fields = ConfigFields({**_DEFAULTS, **fields.values, **others}, fields.where)
+    return ConfigFields({**defaults, **fields.values, **others}, fields.where)
+
+
+def described(fields: ConfigFields, family: str, network: Callable[[int], FeedForward | Experts]) -> Config:
+    """Return the configuration of a model. Raises UserError. `network`: that of a layer, by its number."""
     heads = fields.heads()
     max_seq = fields.positions(heads.head_dim)
     rope = fields.rope(max_seq, heads.head_dim, theta=1e6)
@@ -46,9 +57,8 @@ def parse(fields: ConfigFields) -> Config:
         FULL: Attention(*heads, rope, scalar=float(heads.head_dim), qk_norm=Norm()),
         _CONV: ShortConv(fields.integer("conv_L_cache", 3)),
     }
-    feed_forward = FeedForward(_inner(fields))
-    layers = [Layer(mixers[kind], feed_forward) for kind in _kinds(fields)]
-    return fields.config("lfm2", layers, max_seq, tied=True)
+    layers = [Layer(mixers[kind], network(layer)) for layer, kind in enumerate(_kinds(fields))]
+    return fields.config(family, layers, max_seq, tied=True)
 
 
 def _kinds(fields: ConfigFields) -> list[str]:
@@ -76,7 +86,7 @@ def _inner(fields: ConfigFields) -> int:
     return width
 
 
-_NAMES = {
+NAMES = TENSORS | {
     FINAL_NORM: Place("model.embedding_norm.weight"),
     "norm_w": of_layer("operator_norm.weight"),
     "q_norm_w": of_layer("self_attn.q_layernorm.weight"),
@@ -92,14 +102,14 @@ _NAMES = {
 }
 
 
-def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers: those without KV heads are convolutions."""
     heads = metadata.get("attention.head_count_kv")
     kinds = {"layer_types": [FULL if count else _CONV for count in heads]} if isinstance(heads, list) else {}
     return {**kinds, "block_auto_adjust_ff_dim": False}
 
 
-_GGUF = Gguf(
+GGUF = Gguf(
     "lfm2",
     {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"},
     {"conv_L_cache": "shortconv.l_cache"},
@@ -111,7 +121,7 @@ _GGUF = Gguf(
         "w_taps": of_block("shortconv.conv.weight"),
         "w_out": of_block("shortconv.out_proj.weight"),
     },
-    complete=_of_gguf,
+    complete=of_gguf,
 )
 
-FAMILY = Family("lfm2", ("Lfm2ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="LFM2, LFM2.5", gguf=_GGUF)
+FAMILY = Family("lfm2", ("Lfm2ForCausalLM",), parse, NAMES, IGNORED, title="LFM2, LFM2.5", gguf=GGUF)

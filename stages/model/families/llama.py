@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, Attention, FeedForward, Layer
 from stages.model.families import Family
-from stages.model.families.gguf import FACTORS, Gguf
+from stages.model.families.gguf import EXPERTS, FACTORS, Gguf
 from stages.model.families.place import Place
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -58,8 +59,20 @@ def parse(fields: ConfigFields) -> Config:
     return fields.config("llama", [layer] * count, max_seq, tied=False)
 
 
+def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Mixtral, which has the same architecture, where there are experts."""
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    return experts if fields.get("num_local_experts") else {}
+
+
 GGUF = Gguf(
-    "llama", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, neighbours=True, factors=(FACTORS,)
+    "llama",
+    {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    {"num_local_experts": EXPERTS[0], "num_experts_per_tok": EXPERTS[1]},
+    given=EXPERTS,
+    neighbours=True,
+    factors=(FACTORS,),
+    complete=_of_gguf,
 )
 
 FAMILY = Family("llama", ("LlamaForCausalLM",), parse, TENSORS, IGNORED, title="Llama 2, 3, SmolLM2", gguf=GGUF)

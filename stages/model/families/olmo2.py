@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
-from stages.model.decoder import ROW_NORMS, Attention, FeedForward, Layer, Norm
+from stages.model.decoder import ROW_NORMS, Attention, FeedForward, Layer, Norm, Rope
 from stages.model.families import Family
-from stages.model.families.gguf import Gguf
+from stages.model.families.gguf import SLIDES, Gguf, layer_kinds
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 
-_REQUIRED: dict[str, tuple[Any, ...]] = {
+REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "partial_rotary_factor": (1, None),
 }
 
-_NORM = Norm(once=True)
+NORM = Norm(once=True)
 
 
 def parse(fields: ConfigFields) -> Config:
     """Return the configuration of an `Olmo2ForCausalLM`. Raises UserError that names field and value."""
-    fields.require(_REQUIRED)
-    heads = fields.heads()
-    max_seq = fields.positions(heads.head_dim)
-    rope = fields.rope(max_seq, heads.head_dim)
-    attention = Attention(*heads, rope, scalar=float(heads.head_dim), qk_norm=_NORM, norms_rows=True)
-    feed_forward = FeedForward(fields.integer("intermediate_size"))
-    layer = Layer(attention, feed_forward, _NORM, sandwich=True, entering=False)
+    fields.require(REQUIRED)
+    head_dim = fields.heads().head_dim
+    max_seq = fields.positions(head_dim)
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
-    return fields.config("olmo2", [layer] * count, max_seq, tied=False, eos=(50_279,), eps=1e-5, norm=_NORM)
+    return described(fields, "olmo2", [layer(fields, fields.rope(max_seq, head_dim))] * count, max_seq)
 
 
-_NAMES = {
+def layer(fields: ConfigFields, rope: Rope, window: int | None = None) -> Layer:
+    """Return a layer, whose attention has this rotary embedding and window. Raises UserError."""
+    heads = fields.heads()
+    scalar = float(heads.head_dim)
+    attention = Attention(*heads, rope, scalar=scalar, window=window, qk_norm=NORM, norms_rows=True)
+    return Layer(attention, FeedForward(fields.integer("intermediate_size")), NORM, sandwich=True, entering=False)
+
+
+def described(fields: ConfigFields, family: str, layers: Sequence[Layer], max_seq: int) -> Config:
+    """Return the configuration of a model with these layers. Raises UserError."""
+    return fields.config(family, layers, max_seq, tied=False, eos=(50_279,), eps=1e-5, norm=NORM)
+
+
+NAMES = TENSORS | {
     **{slot: of_layer(f"self_attn.{slot[0]}_norm.weight") for slot in ROW_NORMS},
     "attn_norm_w": of_layer("post_attention_layernorm.weight"),
     "down_norm_w": of_layer("post_feedforward_layernorm.weight"),
 }
 
-_GGUF = Gguf("olmo2", {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
 
-FAMILY = Family("olmo2", ("Olmo2ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="OLMo 2", gguf=_GGUF)
+def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an OLMo 3, which has the same architecture, where there are windows."""
+    if not fields.get("sliding_window"):
+        return {}
+    names = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+    return names | {"layer_types": layer_kinds(fields, metadata, WINDOWS)}
+
+
+WINDOWS = 4
+"""Of so many layers of an OLMo 3, all but the last have windows where nothing else is said."""
+
+GGUF = Gguf(
+    "olmo2",
+    {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    {"sliding_window": "attention.sliding_window"},
+    given=(SLIDES,),
+    windows=True,
+    complete=_of_gguf,
+)
+
+FAMILY = Family("olmo2", ("Olmo2ForCausalLM",), parse, NAMES, IGNORED, title="OLMo 2", gguf=GGUF)

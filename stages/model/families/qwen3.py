@@ -35,7 +35,8 @@ FAMILY = Family(
     ("Qwen3ForCausalLM", "Qwen3Model"),
     parse,
     TENSORS | _NORMS,
-    IGNORED,
-    title="Qwen 3",
+    (*IGNORED, "*visual.*"),
+    wrapped=("Qwen3VLForConditionalGeneration",),
+    title="Qwen 3, text of Qwen 3 VL",
     gguf=Gguf("qwen3", {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}),
 )

@@ -81,7 +81,7 @@ def _announce(writer: Any, name: str, weight: families.Weight, at: Location) -> 
     if _is_matrix(weight):
         writer.add_tensor_info(name, shape, np.dtype(bfloat16), 2 * prod(shape), gguf.GGMLQuantizationType.BF16)
     else:
-        shape = shape if weight.slot in STACKED else tuple(size for size in shape if size > 1)
+        shape = shape if weight.slot in STACKED else tuple(size for size in shape if size > 1) or shape[-1:]
         writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * prod(shape))
 
 
@@ -207,6 +207,11 @@ def _describe(writer: Any, config: Config, kind: Gguf) -> None:
         writer.add_expert_count(experts.count)
         writer.add_expert_used_count(experts.top)
         writer.add_expert_feed_forward_length(experts.expert.inner)
+        if experts.by_sigmoid:
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if "leading_dense_block_count" in kind.keys.values():
+            networks = [layer.feed_forward for layer in config.decoder.layers]
+            writer.add_leading_dense_block_count(networks.index(experts))
     if config.decoder.taps:
         writer.add_shortconv_l_cache(config.decoder.taps)
     writer.add_key_length(config.head_dim)
