@@ -126,12 +126,6 @@ class Buffer:
     """Memory tiles over which it is spread."""
 
 
-def streams(segment: SegmentOp, where: str) -> dict[Operation, int]:
-    """Return the number of streams, one per memory tile, over which each transfer between DDR and L2 is spread."""
-    counts = Segment(segment, where)
-    return {transfer.op: counts.streams(transfer) for transfer in counts.transfers if not transfer.tiles}
-
-
 class Segment:
     """The counts of one segment, whose herds share the array."""
 
@@ -174,6 +168,10 @@ class Segment:
                     slots[far.key] |= slots[near.key]
         return slots
 
+    def streams_of_ddr(self) -> dict[Operation, int]:
+        """Return the number of streams, one per memory tile, over which each transfer between DDR and L2 is spread."""
+        return {transfer.op: self.streams(transfer) for transfer in self.transfers if not transfer.tiles}
+
     # compute tiles
 
     def herd_uses(self, herd: HerdOp) -> Iterator[Use]:
@@ -209,11 +207,13 @@ class Segment:
         """Return how many buffers the compiler makes of one.
 
         They are two if the buffer is allocated in a loop, or filled by a loop from DDR: a ping-pong. If the loop has an
-        odd number of steps, they are three.
+        odd number of steps, they are three. One that a channel fills stays one, whatever loop it is in (mlir-air of
+        2026-05-08): it is not filled while it is read.
         """
         loop = buffer.owner.parent_op() if isinstance(buffer.owner, Operation) else None
         if isinstance(loop, SegmentOp):
-            filling = (t.op for t in self.transfers if t.fills and t.dst.key is buffer)
+            dmas = (t for t in self.transfers if isinstance(t.op, DmaMemcpyNdOp))
+            filling = (t.op for t in dmas if t.fills and t.dst.key is buffer)
             loop = next((outer for op in filling if (outer := enclosing(op, scf.ForOp))), None)
         if not isinstance(loop, scf.ForOp):
             return 1

@@ -639,6 +639,53 @@ def test_a_core_uses_what_it_took_and_has_not_given(trade: str) -> None:
         check_liveness("f", configuration)
 
 
+def through_l2(buffers: int) -> str:
+    """A core that is sent two pieces through buffers of a memory tile, which take turns."""
+    kind = "memref<64xbf16, 1 : i32>"
+    turns = [
+        line
+        for channel, takes, gives in (("S2MM", "free", "ready"), ("MM2S", "ready", "free"))
+        for line in (
+            f"%{channel} = aie.dma_start({channel}, 0, ^{channel}0, ^{channel}end)",
+            *(
+                line
+                for i in range(buffers)
+                for line in (
+                    f"^{channel}{i}:",
+                    f"aie.use_lock(%{takes}, AcquireGreaterEqual, 1)",
+                    f"aie.dma_bd(%l2_{i} : {kind}, 0, 64)",
+                    f"aie.use_lock(%{gives}, Release, 1)",
+                    f"aie.next_bd ^{channel}{(i + 1) % buffers}",
+                )
+            ),
+            f"^{channel}end:",
+        )
+    ]
+    memory = [
+        "%tile_0_1 = aie.tile(0, 1)",
+        f"%free = aie.lock(%tile_0_1, 0) {{init = {buffers} : i32}}",
+        "%ready = aie.lock(%tile_0_1, 1) {init = 0 : i32}",
+        *(f"%l2_{i} = aie.buffer(%tile_0_1) : {kind}" for i in range(buffers)),
+        "%mem_0_1 = aie.memtile_dma(%tile_0_1) {",
+        *turns,
+        "aie.end",
+        "}",
+        "aie.flow(%shim, DMA : 0, %tile_0_1, DMA : 0)",
+        "aie.flow(%tile_0_1, DMA : 0, %tile, DMA : 0)",
+    ]
+    return core_of(4, 2).replace("aie.flow(%shim, DMA : 0, %tile, DMA : 0)", "\n".join(memory))
+
+
+@pytest.mark.parametrize(("buffers", "notes"), [(1, 1), (2, 0)])
+def test_ddr_that_waits_for_l2_is_a_note(buffers: int, notes: int) -> None:
+    ((configuration, _),) = read_compiled(through_l2(buffers), "f").steps
+    found = judge.Findings(0, 0, False)
+    judge._Launch("f", configuration, {}, found)._note_waits(check_liveness("f", configuration))
+    assert (
+        found.notes == ["core: 1 channels from DDR wait for L2: each fills one buffer 4 times with 128 bytes"] * notes
+    )
+
+
 def test_a_core_that_is_sent_too_little_waits_for_ever() -> None:
     """What a memory tile sends once, though the core takes it once per block of columns."""
     text = core_of(4, 2).replace("0, 256)", "0, 128)")

@@ -179,7 +179,7 @@ class _Launch:
         self._check_locks()
         if stray := self.configuration.stacks - {limits.STACK_BYTES}:
             raise UserError(f"{self.where}: cores have {min(stray)} bytes of stack, not {limits.STACK_BYTES}")
-        check_liveness(self.where, self.configuration)
+        self._note_waits(check_liveness(self.where, self.configuration))
 
     def _require(self, what: str, used: int, available: int) -> None:
         limits.require(self.where, what, used, available)
@@ -353,6 +353,18 @@ class _Launch:
         counts = [count for turn in turns for _, count in (*turn.takes, *turn.gives)]
         largest = max((*counts, *self.configuration.locks.values()), default=0)
         self._require("the value of a lock", largest, limits.LOCK_VALUE)
+
+    def _note_waits(self, turns: Mapping[Channel, int]) -> None:
+        """Note where DDR waits until what it brought has left L2, because one buffer takes all of it in turn."""
+        brought = {flow.target for flow in self.configuration.flows if flow.source.row == 0 and flow.target.row == 1}
+        waits: Counter[str] = Counter()
+        for engine in self.configuration.engines:
+            buffers, fills = {descriptor.buffer for descriptor in engine.descriptors}, turns[engine.channel]
+            if engine.channel in brought and len(buffers) == 1 and fills > len(engine.turns):
+                waits[f"{fills} times with {engine.descriptors[0].bytes} bytes"] += 1
+        for what, channels in waits.items():
+            wait = f"{channels} channels from DDR wait for L2: each fills one buffer {what}"
+            self.findings.notes.append(f"{self.configuration.name}: {wait}")
 
 
 def turns_of(launch: LaunchOp, where: str) -> Iterator[list[_Use]]:

@@ -21,12 +21,15 @@ Stream = tuple[Channel, int | None]
 """(channel that sends, ID of its packets or None)."""
 
 
-def check_liveness(where: str, configuration: Configuration) -> None:
-    """Raise UserError if the commands of a launch would wait for ever, or mix up buffers.
+def check_liveness(where: str, configuration: Configuration) -> Mapping[Channel, int]:
+    """Return how many turns each channel of a tile has while the commands of a launch run.
 
-    They mix them up if a core would use another buffer than its DMA filled or sends.
+    Raises UserError if they would wait for ever, or mix up buffers: a core would use another buffer than its DMA filled
+    or sends.
     """
-    _Array(where, configuration).run()
+    array = _Array(where, configuration)
+    array.run()
+    return array.turned
 
 
 @dataclass(eq=False)
