@@ -32,8 +32,10 @@ SIZES = {
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh"},
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 6, "position_embedding_type": "rope"},
+    "olmo3": {"max_position_embeddings": 8192},
+    "exaone4": {"max_position_embeddings": 8192},
 }
-"""Fields without which a family refuses the class's defaults."""
+"""Fields without which a family refuses the class's defaults, or has no window, as it would hold the whole context."""
 
 
 def parsed(family: str, **fields: Any) -> tuple[Config, Any]:

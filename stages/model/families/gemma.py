@@ -27,7 +27,7 @@ _NORM = Norm(offset=1.0, once=True)
 def parse(fields: ConfigFields) -> Config:
     """Return the configuration of a `GemmaForCausalLM`. Raises UserError that names field and value."""
     fields.require(_REQUIRED)
-    heads = fields.heads(head_dim=256)
+    heads = fields.heads(head_dim=256, kv_heads=16)
     max_seq = fields.positions(heads.head_dim, 8192)
     attention = Attention(*heads, fields.rope(max_seq, heads.head_dim), scalar=float(heads.head_dim))
     layer = Layer(attention, FeedForward(fields.integer("intermediate_size"), GELU_TANH), _NORM)
