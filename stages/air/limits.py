@@ -129,6 +129,20 @@ def copies(steps: int) -> int:
     return 1 if steps == 1 else 2 + steps % 2
 
 
+def ring(steps: int, size: int, room: int) -> int:
+    """Return how many buffers of `size` bytes a loop through L2 fills in turn: one is filled while another is read.
+
+    They are the fewest that divide the steps and fit `room` bytes, but two at least; 1 if none do. The compiler makes
+    no copies of a buffer that a channel fills (`stages.air.occupancy.Segment.copies`).
+    """
+    counts = (count for count in range(2, RING + 1) if steps % count == 0 and count * size <= room)
+    return next(counts, 1)
+
+
+RING = 8
+"""Most buffers of a loop through L2: each takes two of a memory tile's descriptors."""
+
+
 def steady(steps: int) -> bool:
     """Return whether a loop of a core that moves data needs no third buffer.
 

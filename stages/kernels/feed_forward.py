@@ -143,6 +143,16 @@ class Tiling:
         return self.together * self.network.pairs.chunk_bytes
 
     @property
+    def buffers(self) -> int:
+        """Buffers of a column's L2 that steps take in turn."""
+        return limits.ring(sum(self.steps), self.step_bytes, limits.L2_BYTES - self.result_bytes)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of L2 that the results of a launch's tokens take."""
+        return BF16 * self.cols * self.tokens.together
+
+    @property
     def l1_bytes(self) -> int:
         """Bytes that a core holds where it has several tokens, as `FeedForward.l1_bytes`."""
         element_rows = self.row + self.inner + 2 * self.outputs
@@ -219,7 +229,7 @@ def join_costs(vectors: int, sandwich: bool = False, last: int = 0) -> Mapping[s
 def tile(
     form: Format, cols: int, inner: int, norm: rms_norm.Norm, sandwich: bool = False, tokens: Tokens = ONE
 ) -> Tiling:
-    """Divide a feed-forward network into the largest steps that fit L2 as often as the compiler copies them.
+    """Divide a feed-forward network into steps of which L2 holds several, in the order of `step_order`.
 
     Tokens are divided here, too. Raises UserError if a core's memory or L2 is too small.
     """
@@ -236,12 +246,30 @@ def tile(
     tilings = limits.require_any(what, limits.IN_L1, (p for p in tilings if p.fits_l1))
     cuttable = (p for p in tilings if all(map(limits.cuttable, p.steps)))
     tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
-    return limits.require_any(what, limits.IN_L2, (p for p in tilings if _l2(p) <= limits.L2_BYTES))[0]
+    fitting = limits.require_any(what, limits.IN_L2, (p for p in tilings if _l2(p) <= limits.L2_BYTES))
+    of_way = (p for p in fitting if p.tokens == fitting[0].tokens)
+    return min(of_way, key=lambda p: step_order(p.buffers, p.steps, p.step_bytes))
+
+
+def step_order(buffers: int, steps: Iterable[int], step_bytes: int) -> tuple[bool, int, int, int]:
+    """Return what sorts steps through L2, the best first: those that overlap, of few descriptors, of few bytes.
+
+    A core waits for its first chunk until all of the first step is in L2, and memory idles while the last one is read.
+
+    Args:
+        buffers: those that steps take in turn.
+        steps: how many there are, in each loop around a transfer from DDR.
+    """
+    return buffers == 1, sum(map(limits.descriptors, steps)), max(step_bytes, SHORT_STEP), -step_bytes
+
+
+SHORT_STEP = 1 << 14
+"""Bytes of a step that is too short to gain from being shorter."""
 
 
 def _l2(p: Tiling) -> int:
-    """Return the bytes of L2 that a column's steps, with the compiler's copies, and the result take."""
-    return limits.copies(sum(p.steps)) * p.step_bytes + BF16 * p.cols * p.tokens.together
+    """Return the bytes of L2 that a column's steps and the results take."""
+    return p.buffers * p.step_bytes + p.result_bytes
 
 
 def build(tiling: Tiling) -> AirModule:
@@ -332,17 +360,23 @@ def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
         with b.loop(steps) as step:
             for column in range(SHARES):
                 b.put(stream, (column, 0), b.args[name].at((column, 1, steps * size), (step * size, size, 1)))
-    pass_on(b, stream, fed, sum(p.steps), p.together, chunk)
+    pass_on(b, stream, fed, (sum(p.steps), p.buffers), p.together, chunk)
 
 
-def pass_on(b: Builder, stream: Channel, fed: Channel, steps: int, together: int, chunk: int) -> None:
-    """Get `together` chunks of `chunk` bytes a column into L2 in each step, and put them to the cores one by one."""
-    size = together * chunk
-    with b.alloc(air.L2, ((SHARES, size), "i8")) as (chunks,), b.loop(steps):
-        with b.parallel(SHARES, 1) as (tx, ty):
-            b.get(stream, (tx, ty), chunks.at((tx, 1, size), (0, size, 1)))
-        with b.parallel(SHARES, 1) as (tx, ty), b.loop(together) as j:
-            b.put(fed, (tx, ty), chunks.at((tx, 1, size), (j * chunk, chunk, 1)))
+def pass_on(
+    b: Builder, stream: Channel, fed: Channel, steps_and_buffers: tuple[int, int], together: int, chunk: int
+) -> None:
+    """Get `together` chunks of `chunk` bytes a column into L2 in each step, and put them to the cores one by one.
+
+    A step has one of several buffers, which take turns: one is filled while another is read.
+    """
+    (steps, buffers), size = steps_and_buffers, together * chunk
+    with b.alloc(air.L2, *[((SHARES, size), "i8")] * buffers) as ring, b.loop(steps // buffers):
+        for chunks in ring:
+            with b.parallel(SHARES, 1) as (tx, ty):
+                b.get(stream, (tx, ty), chunks.at((tx, 1, size), (0, size, 1)))
+            with b.parallel(SHARES, 1) as (tx, ty), b.loop(together) as j:
+                b.put(fed, (tx, ty), chunks.at((tx, 1, size), (j * chunk, chunk, 1)))
 
 
 def _core(b: Builder, p: Tiling, streams: Streams, tile: tuple[Index, Index]) -> None:

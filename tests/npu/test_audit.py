@@ -459,8 +459,8 @@ def test_accesses_are_what_traffic_counts(made: Callable[[], air.AirModule]) -> 
 
 def test_ways_of_more_streams_than_there_are_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of a feed-forward network in one launch could go to a hundred thousand places, a part to each."""
-    program = next(p for p in family_programs("gemma3-1b", "fused", "int4") if p.entry == "decode_layer")
-    launches = build_module(program, FAMILIES["gemma3-1b"].dimensions()).air.launches
+    program = next(p for p in family_programs("qwen3-8b", "fused", "int4") if p.entry == "decode_layer")
+    launches = build_module(program, FAMILIES["qwen3-8b"].dimensions()).air.launches
     found = [access for launch in launches for access in accesses(launch, "")]
     most = max(found, key=lambda access: max(map(len, access.ways)))
     assert max(map(len, most.ways)) > 100_000

@@ -200,13 +200,15 @@ def test_a_gemv_step_fills_l2_and_then_drains_it() -> None:
     assert time.by[STREAM] > sum(tiling.steps) * fill
 
 
-def test_a_channel_fills_a_buffer_of_l2_once_it_is_empty() -> None:
-    """The compiler makes no second buffer of one that a channel fills: it is filled, then read."""
+@pytest.mark.parametrize("most", [1, limits.RING])
+def test_a_channel_fills_a_buffer_of_l2_once_it_is_empty(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler makes no second buffer of one that a channel fills: it is filled, then read, if it is alone."""
+    monkeypatch.setattr(limits, "RING", most)
     tiling = kernels()["int4_feed_forward"].tiling({"cols": 2048, "ffn": 8192, "eps": 1e-5})  # type: ignore[misc]
     machine = replace(MACHINE, ddr_gbps=1e9, configuration_us=0, configuration_core_us=0)
     time = time_of(feed_forward.build(tiling), dict.fromkeys(tiling.costs, Cost()), machine)
-    fill = tiling.step_bytes / (MACHINE.stream_gbps * GBPS)
-    assert time.by == {STREAM: pytest.approx(2 * sum(tiling.steps) * fill)}
+    fill, steps = tiling.step_bytes / (MACHINE.stream_gbps * GBPS), sum(tiling.steps)
+    assert time.by == {STREAM: pytest.approx((2 * steps if most == 1 else steps + 1) * fill)}
 
 
 def test_a_product_whose_x_passes_through_hides_it() -> None:

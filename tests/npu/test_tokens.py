@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import shutil
@@ -28,12 +29,13 @@ from stages.air.access import Coverage, accesses
 from stages.engine.places import CONFIG
 from stages.graph import Build
 from stages.graph.options import parse_options
-from stages.kernels import flash_attention, kernels, rms_norm, token_attention
+from stages.kernels import feed_forward, flash_attention, kernels, rms_norm, shared_down, token_attention
 from stages.kernels.tokens import ACTIVATIONS, COUNTS, Tokens, of_sequence
 from stages.model.presets import PRESETS
 from stages.targets.npu2.modules import write_module
 from stages.weights.formats import formats
 from tests.npu.test_sim_kernels import token_table
+from tests.support.npu_shapes import FAMILIES, JUDGED
 from tests.support.several import CONTEXT, SEQUENCES, build_several
 from tests.support.several import TOKENS as COUNT
 from tests.support.sim_kernels import empty, execute, random
@@ -148,6 +150,15 @@ def test_logits_of_several_tokens_lie_without_gaps() -> None:
     written = [access.runs for launch in launches for access in accesses(launch, "") if access.written]
     covered, count = Coverage.of(written), 8 * tiling.cut.panels * tiling.cut.lanes
     assert {covered.at(element) for element in range(0, count, tiling.cut.lanes)} == {1, 2}
+
+
+@pytest.mark.parametrize("name", sorted(JUDGED | FAMILIES))
+def test_steps_of_a_feed_forward_network_take_turns_in_l2(name: str) -> None:
+    """The compiler makes no second buffer of one that a channel fills, so programs have one to fill and one to read."""
+    config, norm = (JUDGED | FAMILIES)[name], rms_norm.Norm(1e-5)
+    for form, count in itertools.product((formats()[name] for name in ("int4", "int6", "int8")), (1, *COUNTS)):
+        assert feed_forward.tile(form, config.emb, config.ffn, norm, tokens=Tokens(count)).buffers > 1
+        assert count == 1 or shared_down.tile(form, config.emb, config.ffn, Tokens(count)).buffers > 1
 
 
 @pytest.mark.parametrize("heads, kv_heads, together", [(2, 1, True), (4, 2, True), (9, 3, False), (32, 8, False)])
