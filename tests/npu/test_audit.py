@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -287,7 +288,7 @@ def test_descriptors_of_a_tile_are_counted(tmp_path: Path, tile: str, engine: st
 def test_a_chain_of_descriptors_that_fits_passes(tmp_path: Path) -> None:
     def edit(text: str) -> str:
         start, rest = (text.index(f"      %{i} = aie.dma_start") for i in (0, 1))
-        return text[:start] + blocks(15) + text[rest:]
+        return text[:start] + blocks(15, "S2MM, 1").replace("next_bd ^chain16", "next_bd ^chain1") + text[rest:]
 
     assert findings(tmp_path, edit=edit).core_descriptors == 16
 
@@ -693,6 +694,30 @@ def test_a_core_that_is_sent_too_little_waits_for_ever() -> None:
     with pytest.raises(
         UserError, match=r"f: never ends: the commands wait for channel S2MM 0 of tile \(0, 0\), core \(0, 2\)"
     ):
+        check_liveness("f", configuration)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        (4, ""),
+        (5, r"f: core \(0, 2\) waits for more when all is over: it was sent too much"),
+        (9, r"f: core \(0, 2\) waits for more when all is over: it was sent too much"),
+    ],
+)
+def test_a_core_that_is_sent_more_than_it_takes_is_refused(pieces: int, message: str) -> None:
+    """What is left over would begin another pass of the core, of which the launch knows nothing."""
+    text = core_of(4, 2).replace("0, 256)", f"0, {64 * pieces})").replace("<256x", f"<{64 * pieces}x")
+    ((configuration, _),) = read_compiled(text, "f").steps
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        check_liveness("f", configuration)
+
+
+def test_what_a_channel_does_not_take_is_refused() -> None:
+    """A channel that stops before all has come: the stream stays full, and the shim never ends."""
+    text = core_of(4, 2).replace("next_bd ^bb1", "next_bd ^stop").replace("^out:", "^stop:\naie.end\n^out:")
+    ((configuration, _),) = read_compiled(text.replace("scf.for %i = %c0 to %n", "scf.for %i = %c0 to %c2"), "f").steps
+    with pytest.raises(UserError, match=r"f: channel S2MM 0 of tile \(0, 2\) is sent 256 bytes that nobody takes"):
         check_liveness("f", configuration)
 
 

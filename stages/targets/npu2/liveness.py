@@ -25,7 +25,7 @@ def check_liveness(where: str, configuration: Configuration) -> Mapping[Channel,
     """Return how many turns each channel of a tile has while the commands of a launch run.
 
     Raises UserError if they would wait for ever, or mix up buffers: a core would use another buffer than its DMA filled
-    or sends.
+    or sends. Also if more is sent than is taken, because the array's streams hold no more than a few words of it.
     """
     array = _Array(where, configuration)
     array.run()
@@ -84,6 +84,8 @@ class _Process:
     """Yields whenever the process has to wait."""
     waits: str = ""
     """What it waits for."""
+    within: bool = False
+    """Whether it is a core that has taken inputs of a pass which it has not finished."""
 
 
 @dataclass(eq=False)
@@ -115,7 +117,8 @@ class _Array:
         commands.steps = self._commands(commands)
         processes = [commands, *self._others()]
         alive = {id(process) for process in processes}
-        while id(commands) in alive:
+        self.moved = True
+        while self.moved or id(commands) in alive:
             self.moved = False
             for process in processes:
                 if id(process) in alive and next(process.steps, "over") == "over":
@@ -124,6 +127,12 @@ class _Array:
                 cores = [process.waits for process in processes[1:] if id(process) in alive and process.waits]
                 also = f", {cores[0]}" if cores else ""
                 raise UserError(f"{self.where}: never ends: {commands.waits}{also}")
+        for channel, count in self.arrived.items():
+            if count and channel.row:
+                raise UserError(f"{self.where}: {channel} is sent {count} bytes that nobody takes")
+        for process in processes:
+            if process.within:
+                raise UserError(f"{self.where}: {process.waits} for more when all is over: it was sent too much")
         for (channel, turn), stale in self.early.items():
             if self.turned[channel] > turn:
                 raise UserError(stale)
@@ -134,7 +143,9 @@ class _Array:
         for engine in self.configuration.engines:
             yield _Process(self._engine(engine))
         for core in self.configuration.cores:
-            yield _Process(self._core(core), f"core ({core.column}, {core.row}) waits")
+            process = _Process(waits=f"core ({core.column}, {core.row}) waits")
+            process.steps = self._core(core, process)
+            yield process
         shim = {command.task.channel for command in self.configuration.commands if command.task}
         for channel in sorted(shim, key=str):
             yield _Process(self._shim(channel))
@@ -217,18 +228,21 @@ class _Array:
         for lock, count in turn.gives:
             self._give(lock, count)
 
-    def _core(self, core: Core) -> Iterator[None]:
+    def _core(self, core: Core, process: _Process) -> Iterator[None]:
         lanes = list(self._lanes(core))
+        ready = {lane.ready for lane in lanes if lane.engine.channel.direction == "S2MM"}
         actions = list(_unrolled(core.actions))
         while actions:
             for action in actions:
                 if action.what == "take":
                     while not self._take(action.lock, action.count):
                         yield
+                    process.within = process.within or action.lock in ready
                 elif action.what == "give":
                     self._give(action.lock, action.count)
                 for lane in lanes:
                     self._trade(core, lane, action)
+            process.within = False
             yield
 
     def _trade(self, core: Core, lane: _Lane, action: Action) -> None:
