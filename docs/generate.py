@@ -79,7 +79,9 @@ def model_families() -> str:
     lines = [
         "# Model families",
         "",
-        "A family is a module of `stages/model/families`. A target that a family does not run on says so in one line.",
+        "A family is a module of `stages/model/families`. "
+        "A target that a family or a size does not run on says so in one line: "
+        "the NPU has no room for the rows of Seed-OSS-36B.",
         "",
         "| family | `model_type` | architectures | in GGUF files | targets | sizes for `model=random:` |",
         "|---|---|---|---|---|---|",

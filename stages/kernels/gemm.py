@@ -206,12 +206,12 @@ def tile(
     limits.require_multiple(what, "out_cols", out_cols, 2 * limits.BLOCK)
     herd_rows = max(r for r in (1, 2, 4) if out_cols % (r * 2 * limits.BLOCK) == 0)
     depth = _LINE_INPUTS if bfp16 and cols % _LINE_INPUTS == 0 else limits.BLOCK
+    chunk, depths = _chunk(cols, depth)
     tilings = [
         Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, bfp16, swiglu)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
-        for chunk in limits.divisors(cols, max(depth, 2 * limits.BLOCK), max(2 * depth, min(CHUNK, cols // 2)))[:1]
-        for k in limits.divisors(chunk, limits.BLOCK, TILE)
+        for k in depths
         if herd_rows * n % (head_dim or 1) == 0
     ]
     # Streams of a weight in block floating point begin at lines: gaps between them take one more dimension in L1.
@@ -222,6 +222,18 @@ def tile(
     cuttable = (p for p in tilings if limits.cuttable(p.out_cols // p.block_n))
     tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
     return min(limits.steady_first(what, tilings, lambda p: p.core_steps), key=_rank)
+
+
+def _chunk(cols: int, depth: int) -> tuple[int, list[int]]:
+    """Return the longest chunk of columns whose loops the compiler can split, and the depths of tiles that divide it.
+
+    `depth`: what a chunk is a multiple of.
+    """
+    for chunk in limits.divisors(cols, max(depth, 2 * limits.BLOCK), max(2 * depth, min(CHUNK, cols // 2))):
+        depths = [k for k in limits.divisors(chunk, limits.BLOCK, TILE) if limits.cuttable(chunk // k)]
+        if depths and limits.cuttable(cols // chunk):
+            return chunk, depths
+    return cols, []
 
 
 def _rank(p: Tiling) -> tuple[float, ...]:

@@ -84,13 +84,18 @@ class Tiling:
     def launches(self) -> list[int]:
         """Steps of each launch.
 
-        There are several if a task would have to run its descriptors more often than it can (`limits.RUNS`), or if a
-        core could not keep the outputs of all steps. All launches but the last then have an even number. Where cores
-        have several tokens the last has as many, and begins with steps of the one before: of outputs with gaps between
-        tokens a DMA takes fewer.
+        There are several if a task would have to run its descriptors more often than it can (`limits.RUNS`), if a core
+        could not keep the outputs of all steps, or if the compiler cannot split the loop of all (`limits.cuttable`).
+        All launches but the last then have an even number. Where cores have several tokens the last has as many, and
+        begins with steps of the one before: of outputs with gaps between tokens a DMA takes fewer.
         """
         most = min(limits.RUNS, max(1, self.room // (self.cut.lanes * self.element)))
-        count = -(-self.steps // most)
+        fewest = -(-self.steps // most)
+        divided = (self._in_launches(count) for count in range(fewest, fewest + 3))
+        return next((found for found in divided if all(map(limits.cuttable, found))), self._in_launches(fewest))
+
+    def _in_launches(self, count: int) -> list[int]:
+        """Return the steps of each of so many launches, or of fewer if that is more even."""
         most = -(-self.steps // count)
         most += most % 2 if count > 1 else 0
         return [most if self.tokens.each > 1 else min(most, self.steps - at) for at in range(0, self.steps, most)]

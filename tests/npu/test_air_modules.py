@@ -134,12 +134,17 @@ def test_every_program_is_even(modules: tuple[Config, list[Module]]) -> None:
 def test_programs_of_other_families(name: str, grouping: str, weights: str) -> None:
     """They pass the checks and are even; a layer of a token is four launches for each pass over the KV heads."""
     config = FAMILIES[name]
+    if (name, weights) == ("gemma-2b", "int4,w_down=int8"):
+        with pytest.raises(UserError, match="gemv 2048x16384: no tile size fits L2"):
+            [build_module(program, config.dimensions()) for program in family_programs(name, grouping, weights)]
+        return
     for program in family_programs(name, grouping, weights):
         built = build_module(program, config.dimensions())
         air.check(built.air.module)
         assert len(built.air.launches) % 2 == 0, program.name
         assert not any(map(tells_its_step, built.air.launches)), program.name
-        if program.entry.startswith("decode_layer") and weights == "int4":
+        # Biases of GLM-4 and norms of its results take launches of their own.
+        if program.entry.startswith("decode_layer") and weights == "int4" and not name.startswith("glm4"):
             assert len(built.tilings) == 4
             # More heads than columns take several passes, whose count may be odd.
             assert not air.settles(built.air.module) or config.kv_heads > limits.COLUMNS

@@ -310,7 +310,7 @@ def error(form: Format, rounded: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.sampled(3)  # one of each format, each of another shape
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@pytest.mark.parametrize("rows, cols", [(48, 576), (32, 720), (1024, 256), (256, 8192)])
+@pytest.mark.parametrize("rows, cols", [(48, 576), (32, 720), (1024, 256), (256, 8192), (8 * 67 * 32, 64)])
 def test_products_of_the_array(form: Format, rows: int, cols: int) -> None:
     rounded, x = stored(form, rows, cols), np.random.default_rng(cols).standard_normal(cols).astype(bfloat16)
     want = form.dequantise(rounded, cols).astype(np.float64) @ x.astype(np.float64)
@@ -430,6 +430,12 @@ def test_long_vocabularies_take_several_launches(monkeypatch: pytest.MonkeyPatch
     tiling = all_kernels()["int6_gemv_f32"].tiling({"out_cols": 2048, "cols": 64})  # type: ignore[misc]
     assert len(tiling.launches) > 1
     np.testing.assert_array_equal(product(form, rounded, x, kernel="gemv_f32"), whole)
+
+
+def test_steps_that_the_compiler_cannot_split_take_two_launches() -> None:
+    """Eight cores take 107 steps each of GLM-4's gate and up, which is a prime. One core alone took 856."""
+    tiling = all_kernels()["int4_norm_gemv_swiglu"].tiling({"cols": 4096, "out_cols": 13696, "eps": 1e-5})  # type: ignore[misc]
+    assert not limits.cuttable(107) and tiling.launches == [54, 53] and tiling.herd == (8, 1)
 
 
 def test_the_array_reads_every_number_and_scale() -> None:

@@ -287,6 +287,7 @@ def run_gemm(tiling: gemm.Tiling, x: np.ndarray, weight: np.ndarray) -> np.ndarr
         (64, 64, 64, {"head_dim": 32}, None),
         (128, 768, 256, {}, 256),
         (64, 192, 96, {}, 96),
+        (64, 67 * 64, 32, {}, None),  # of a long chunk's loops, the compiler cannot split one
     ],
     ids=str,
 )
@@ -364,6 +365,7 @@ def in_block_float(values: np.ndarray) -> np.ndarray:
         (128, 256, 256, {}),
         (192, 720, 176, {}),
         (64, 48, 64, {"head_dim": 32}),
+        (64, 67 * 64, 32, {}),
     ],
     ids=str,
 )
