@@ -132,15 +132,15 @@ def copies(steps: int) -> int:
 def ring(steps: int, size: int, room: int) -> int:
     """Return how many buffers of `size` bytes a loop through L2 fills in turn: one is filled while another is read.
 
-    They are the fewest that divide the steps and fit `room` bytes, but two at least; 1 if none do. The compiler makes
-    no copies of a buffer that a channel fills (`stages.air.occupancy.Segment.copies`).
+    They are `RING` if these divide the steps and fit `room` bytes, else 1. The compiler makes no copies of a buffer
+    that a channel fills (`stages.air.occupancy.Segment.copies`).
     """
-    counts = (count for count in range(2, RING + 1) if steps % count == 0 and count * size <= room)
-    return next(counts, 1)
+    return RING if steps % RING == 0 and RING * size <= room else 1
 
 
-RING = 8
-"""Most buffers of a loop through L2: each takes two of a memory tile's descriptors."""
+RING = 2
+"""Most buffers that a loop through L2 fills in turn: with three, and several tokens, mlir-air of 2026-05-08 walks the
+dependencies of Gemma 3's network for more than ten minutes (`CanonicalizeAsyncOpDeps`)."""
 
 
 def steady(steps: int) -> bool:
