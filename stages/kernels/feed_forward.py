@@ -74,6 +74,48 @@ FIRST, LAST = 0, SHARES - 1
 
 
 @frozen
+class Staging:
+    """How the chunks of a column pass through L2: several of them in a step, and steps in buffers that take turns."""
+
+    steps: tuple[int, ...]
+    """Steps of each loop around a transfer from DDR."""
+    together: int
+    """Chunks of a step."""
+    chunk_bytes: int
+    result_bytes: int
+    """Bytes of L2 that results take."""
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that come to a column's L2 in a step."""
+        return self.together * self.chunk_bytes
+
+    @property
+    def buffers(self) -> int:
+        """Buffers that steps take in turn."""
+        return limits.ring(sum(self.steps), self.step_bytes, limits.L2_BYTES - self.result_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether L2 has room for the buffers and the results."""
+        return self.buffers * self.step_bytes + self.result_bytes <= limits.L2_BYTES
+
+    @property
+    def order(self) -> tuple[bool, int, int, int]:
+        """Return what sorts ways of staging, the best first: those that overlap, of few descriptors, of few bytes.
+
+        A core waits for its first chunk until all of the first step is in L2, and memory idles while the last one is
+        read.
+        """
+        descriptors = sum(map(limits.descriptors, self.steps))
+        return self.buffers == 1, descriptors, max(self.step_bytes, SHORT_STEP), -self.step_bytes
+
+
+SHORT_STEP = 1 << 14
+"""Bytes of a step that is too short to gain from being shorter."""
+
+
+@frozen
 class Tiling:
     """How a feed-forward network is divided: one row of cores, each with a share of the inner width (`FeedForward`).
 
@@ -138,19 +180,10 @@ class Tiling:
         return pairs, down
 
     @property
-    def step_bytes(self) -> int:
-        """Bytes that come to a column's L2 in a step."""
-        return self.together * self.network.pairs.chunk_bytes
-
-    @property
-    def buffers(self) -> int:
-        """Buffers of a column's L2 that steps take in turn."""
-        return limits.ring(sum(self.steps), self.step_bytes, limits.L2_BYTES - self.result_bytes)
-
-    @property
-    def result_bytes(self) -> int:
-        """Bytes of L2 that the results of a launch's tokens take."""
-        return BF16 * self.cols * self.tokens.together
+    def staging(self) -> Staging:
+        """How chunks pass through L2, which also holds the results of a launch's tokens."""
+        chunk_bytes = self.network.pairs.chunk_bytes
+        return Staging(self.steps, self.together, chunk_bytes, BF16 * self.cols * self.tokens.together)
 
     @property
     def l1_bytes(self) -> int:
@@ -229,7 +262,7 @@ def join_costs(vectors: int, sandwich: bool = False, last: int = 0) -> Mapping[s
 def tile(
     form: Format, cols: int, inner: int, norm: rms_norm.Norm, sandwich: bool = False, tokens: Tokens = ONE
 ) -> Tiling:
-    """Divide a feed-forward network into steps of which L2 holds several, in the order of `step_order`.
+    """Divide a feed-forward network into steps of which L2 holds two, by `Staging.order`.
 
     Tokens are divided here, too. Raises UserError if a core's memory or L2 is too small.
     """
@@ -246,30 +279,8 @@ def tile(
     tilings = limits.require_any(what, limits.IN_L1, (p for p in tilings if p.fits_l1))
     cuttable = (p for p in tilings if all(map(limits.cuttable, p.steps)))
     tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
-    fitting = limits.require_any(what, limits.IN_L2, (p for p in tilings if _l2(p) <= limits.L2_BYTES))
-    of_way = (p for p in fitting if p.tokens == fitting[0].tokens)
-    return min(of_way, key=lambda p: step_order(p.buffers, p.steps, p.step_bytes))
-
-
-def step_order(buffers: int, steps: Iterable[int], step_bytes: int) -> tuple[bool, int, int, int]:
-    """Return what sorts steps through L2, the best first: those that overlap, of few descriptors, of few bytes.
-
-    A core waits for its first chunk until all of the first step is in L2, and memory idles while the last one is read.
-
-    Args:
-        buffers: those that steps take in turn.
-        steps: how many there are, in each loop around a transfer from DDR.
-    """
-    return buffers == 1, sum(map(limits.descriptors, steps)), max(step_bytes, SHORT_STEP), -step_bytes
-
-
-SHORT_STEP = 1 << 14
-"""Bytes of a step that is too short to gain from being shorter."""
-
-
-def _l2(p: Tiling) -> int:
-    """Return the bytes of L2 that a column's steps and the results take."""
-    return p.buffers * p.step_bytes + p.result_bytes
+    fitting = limits.require_any(what, limits.IN_L2, (p for p in tilings if p.staging.fits))
+    return min((p for p in fitting if p.tokens == fitting[0].tokens), key=lambda p: p.staging.order)
 
 
 def build(tiling: Tiling) -> AirModule:
@@ -355,27 +366,25 @@ def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
 
     Each column has one stream, on which the chunks of down follow those of gate and up. Two transfers would take two.
     """
-    stream, size, chunk = b.channel((SHARES, 1), (SHARES, 1)), p.step_bytes, p.network.pairs.chunk_bytes
+    stream, size = b.channel((SHARES, 1), (SHARES, 1)), p.staging.step_bytes
     for name, steps in zip(("gate_up", "down"), p.steps, strict=True):
         with b.loop(steps) as step:
             for column in range(SHARES):
                 b.put(stream, (column, 0), b.args[name].at((column, 1, steps * size), (step * size, size, 1)))
-    pass_on(b, stream, fed, (sum(p.steps), p.buffers), p.together, chunk)
+    pass_on(b, stream, fed, p.staging)
 
 
-def pass_on(
-    b: Builder, stream: Channel, fed: Channel, steps_and_buffers: tuple[int, int], together: int, chunk: int
-) -> None:
-    """Get `together` chunks of `chunk` bytes a column into L2 in each step, and put them to the cores one by one.
+def pass_on(b: Builder, stream: Channel, fed: Channel, staging: Staging) -> None:
+    """Get a step's chunks into L2, for each column, and put them to the cores one by one.
 
-    A step has one of several buffers, which take turns: one is filled while another is read.
+    Buffers take turns: one is filled while another is read.
     """
-    (steps, buffers), size = steps_and_buffers, together * chunk
-    with b.alloc(air.L2, *[((SHARES, size), "i8")] * buffers) as ring, b.loop(steps // buffers):
+    size, chunk, buffers = staging.step_bytes, staging.chunk_bytes, staging.buffers
+    with b.alloc(air.L2, *[((SHARES, size), "i8")] * buffers) as ring, b.loop(sum(staging.steps) // buffers):
         for chunks in ring:
             with b.parallel(SHARES, 1) as (tx, ty):
                 b.get(stream, (tx, ty), chunks.at((tx, 1, size), (0, size, 1)))
-            with b.parallel(SHARES, 1) as (tx, ty), b.loop(together) as j:
+            with b.parallel(SHARES, 1) as (tx, ty), b.loop(staging.together) as j:
                 b.put(fed, (tx, ty), chunks.at((tx, 1, size), (j * chunk, chunk, 1)))
 
 

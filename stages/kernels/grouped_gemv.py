@@ -95,7 +95,7 @@ class Tiling:
         return next((found for found in divided if all(map(limits.cuttable, found))), self._in_launches(fewest))
 
     def _in_launches(self, count: int) -> list[int]:
-        """Return the steps of each of so many launches, or of fewer if that is more even."""
+        """Return the steps of each of `count` launches; fewer may be enough once their steps are made even."""
         most = -(-self.steps // count)
         most += most % 2 if count > 1 else 0
         return [most if self.tokens.each > 1 else min(most, self.steps - at) for at in range(0, self.steps, most)]

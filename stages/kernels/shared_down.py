@@ -66,24 +66,10 @@ class Tiling:
         return self.network.chunks[1] // self.pieces
 
     @property
-    def step_bytes(self) -> int:
-        """Bytes that come to a column's L2 in a step."""
-        return self.together * self.network.shares.chunk_bytes
-
-    @property
-    def steps(self) -> int:
-        """Steps of a piece."""
-        return self.chunks // self.together
-
-    @property
-    def buffers(self) -> int:
-        """Buffers of a column's L2 that steps take in turn."""
-        return limits.ring(self.steps, self.step_bytes, limits.L2_BYTES - self.result_bytes)
-
-    @property
-    def result_bytes(self) -> int:
-        """Bytes of L2 that the results of a piece take."""
-        return BF16 * self.tokens.together * self.outputs
+    def staging(self) -> feed_forward.Staging:
+        """How a piece's chunks pass through L2, which also holds the piece's results."""
+        steps, chunk_bytes = (self.chunks // self.together,), self.network.shares.chunk_bytes
+        return feed_forward.Staging(steps, self.together, chunk_bytes, BF16 * self.tokens.together * self.outputs)
 
     @property
     def inner(self) -> int:
@@ -155,7 +141,7 @@ class Tiling:
 
 
 def tile(form: Format, cols: int, inner: int, tokens: Tokens) -> Tiling:
-    """Divide the product: the fewest launches, then the fewest pieces, then steps by `feed_forward.step_order`.
+    """Divide the product: the fewest launches, then the fewest pieces, then steps by `feed_forward.Staging.order`.
 
     Args:
         form: the format of the network's weights.
@@ -176,20 +162,15 @@ def tile(form: Format, cols: int, inner: int, tokens: Tokens) -> Tiling:
         for pieces in limits.divisors(network.shares.panels)[::-1]
         for together in limits.divisors(network.chunks[1] // pieces)
     )
-    whole = (p for p in tilings if p.outputs % (PARTS * _LANES) == 0 and limits.cuttable(p.steps))
+    whole = (p for p in tilings if p.outputs % (PARTS * _LANES) == 0 and all(map(limits.cuttable, p.staging.steps)))
     fitting = limits.require_any(what, limits.IN_L1, (p for p in whole if p.fits_l1))
-    fitting = limits.require_any(what, limits.IN_L2, (p for p in fitting if _l2(p) <= limits.L2_BYTES))
+    fitting = limits.require_any(what, limits.IN_L2, (p for p in fitting if p.staging.fits))
     alike = (p for p in fitting if (p.tokens, p.pieces) == (fitting[0].tokens, fitting[0].pieces))
-    return min(alike, key=lambda p: feed_forward.step_order(p.buffers, (p.steps,), p.step_bytes))
+    return min(alike, key=lambda p: p.staging.order)
 
 
 _LANES = 16
 """Sums that a core adds at a time (`joined_sums.h`)."""
-
-
-def _l2(p: Tiling) -> int:
-    """Return the bytes of L2 that a column's steps and the results take."""
-    return p.buffers * p.step_bytes + p.result_bytes
 
 
 def build(tiling: Tiling) -> AirModule:
@@ -235,12 +216,12 @@ def _launch(b: Builder, p: Tiling, first: int, piece: Index) -> None:
 def _feed(b: Builder, p: Tiling, fed: Channel, piece: Index) -> None:
     """Move a piece's chunks to L2, step by step, then one by one to their column's cores."""
     stream, cut = b.channel((SHARES, 1), (SHARES, 1)), p.network.shares
-    steps, size = p.steps, p.step_bytes
+    (steps,), size = p.staging.steps, p.staging.step_bytes
     with b.loop(steps) as step:
         for column in range(SHARES):
             at = (column, 1, cut.panels * cut.panel_bytes), (piece * (steps * size), 1, 1), (step * size, size, 1)
             b.put(stream, (column, 0), b.args["weight"].at(*at))
-    feed_forward.pass_on(b, stream, fed, (steps, p.buffers), p.together, cut.chunk_bytes)
+    feed_forward.pass_on(b, stream, fed, p.staging)
 
 
 def _core(b: Builder, p: Tiling, streams: feed_forward.Streams, tile: tuple[Index, Index]) -> None:

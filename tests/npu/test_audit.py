@@ -641,7 +641,7 @@ def test_a_core_uses_what_it_took_and_has_not_given(trade: str) -> None:
 
 
 def through_l2(buffers: int) -> str:
-    """A core that is sent two pieces through buffers of a memory tile, which take turns."""
+    """A core that is sent four pieces through buffers of a memory tile, which take turns."""
     kind = "memref<64xbf16, 1 : i32>"
     turns = [
         line

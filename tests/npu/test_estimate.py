@@ -207,7 +207,7 @@ def test_a_channel_fills_a_buffer_of_l2_once_it_is_empty(most: int, monkeypatch:
     tiling = kernels()["int4_feed_forward"].tiling({"cols": 2048, "ffn": 8192, "eps": 1e-5})  # type: ignore[misc]
     machine = replace(MACHINE, ddr_gbps=1e9, configuration_us=0, configuration_core_us=0)
     time = time_of(feed_forward.build(tiling), dict.fromkeys(tiling.costs, Cost()), machine)
-    fill, steps = tiling.step_bytes / (MACHINE.stream_gbps * GBPS), sum(tiling.steps)
+    fill, steps = tiling.staging.step_bytes / (MACHINE.stream_gbps * GBPS), sum(tiling.steps)
     assert time.by == {STREAM: pytest.approx((2 * steps if most == 1 else steps + 1) * fill)}
 
 
