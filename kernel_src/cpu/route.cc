@@ -50,14 +50,12 @@ struct Router {
     }
 
     // What is no number has no place in an order.
-    static void ordered(float &score) {
-        if (!(score == score)) score = -INFINITY;
-    }
+    static float last_if_nan(float score) { return score == score ? score : -INFINITY; }
 
     void row(float *logits, const bf16 *bias, int32_t *chosen, float *shares) const {
         for (int64_t e = 0; e < experts; e++) {
             if (bias != nullptr) logits[e] += to_float(bias[e]);
-            ordered(logits[e]);
+            logits[e] = last_if_nan(logits[e]);
         }
         choose(logits, chosen);
         exponentials(logits);
@@ -69,10 +67,7 @@ struct Router {
 
     // scores f32 [experts], scratch.
     void sigmoid_row(const float *logits, const float *bias, float *scores, int32_t *chosen, float *shares) const {
-        for (int64_t e = 0; e < experts; e++) {
-            scores[e] = sigmoid(logits[e]) + bias[e];
-            ordered(scores[e]);
-        }
+        for (int64_t e = 0; e < experts; e++) scores[e] = last_if_nan(sigmoid(logits[e]) + bias[e]);
         choose(scores, chosen);
         float sum = least_sum;
         for (int64_t j = 0; j < top; j++) sum += shares[j] = sigmoid(logits[chosen[j]]);

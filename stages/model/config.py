@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from llama_npu2.errors import UserError
 from llama_npu2.frozen import frozen
 from stages.engine.lazy import np
-from stages.model.decoder import QK_NORMS, SANDWICH_NORMS, Decoder, Layer, Rope, RopeScaling
+from stages.model.decoder import QK_NORMS, SANDWICH_NORMS, SILU, Decoder, Experts, FeedForward, Layer, Rope, RopeScaling
 from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
 
 _TOO_LARGE = 1 << 31
@@ -159,6 +159,12 @@ class Heads(NamedTuple):
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`."""
 
+
+def sliding_kinds(count: int, period: int) -> list[str]:
+    """Return the kinds of `count` layers of which, of every `period`, the last is full and the others have windows."""
+    return [SLIDING if (layer + 1) % period else FULL for layer in range(count)]
+
+
 _LOCAL = "local"
 """The end of the names of tables for layers with windows, where these turn otherwise than others."""
 
@@ -249,6 +255,27 @@ class ConfigFields:
         if head_dim % 2:
             raise self.fails("head_dim", head_dim, "must be even, rotary embedding pairs its halves")
         return Heads(heads, kv_heads, head_dim)
+
+    def experts(
+        self,
+        number: str,
+        width: str,
+        defaults: tuple[int | None, int | None, int | None] = (None, None, None),
+        activation: str = SILU,
+        **more: bool,
+    ) -> Experts:
+        """Return a mixture of experts, of which a row takes `num_experts_per_tok`. Raises UserError.
+
+        Args:
+            number: the field that says how many experts there are.
+            width: the field of an expert's inner width.
+            defaults: of how many there are, how many a row takes, and the width; None: the field is needed.
+            more: other attributes of `Experts`.
+        """
+        count, top, inner = defaults
+        count = self.integer(number, count)
+        expert = FeedForward(self.integer(width, inner), activation)
+        return Experts(count, self.integer("num_experts_per_tok", top, most=count), expert, **more)
 
     def window(self, max_seq: int, default: int | None = 4096) -> int | None:
         """Return the sliding window. Raises UserError.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
+from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields, sliding_kinds
 from stages.model.decoder import QK_NORMS, Attention, FeedForward, Layer, Norm
 from stages.model.families import Family
 from stages.model.families.gguf import FACTORS, SLIDES, Gguf, layer_kinds
@@ -14,8 +14,8 @@ from stages.model.families.smollm3 import NO_ROTATION
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "partial_rotary_factor": (1, None)}
 
-_PATTERN = 4
-"""Of so many layers all but the last have windows where nothing else is said."""
+_PERIOD = 4
+"""The last of every four layers is full, and the others have windows, if nothing else is said."""
 
 
 def parse(fields: ConfigFields) -> Config:
@@ -44,8 +44,7 @@ def _kinds(fields: ConfigFields, count: int, hybrid: bool) -> list[str]:
     """Return the kind of each layer. Raises UserError. `hybrid`: whether there are windows."""
     if not hybrid or fields.values.get("layer_types"):
         return fields.kinds([FULL] * count)
-    pattern = fields.integer("sliding_window_pattern", _PATTERN)
-    return [SLIDING if (layer + 1) % pattern else FULL for layer in range(count)]
+    return sliding_kinds(count, fields.integer("sliding_window_pattern", _PERIOD))
 
 
 _NAMES = {
@@ -59,7 +58,7 @@ def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str
     """Return which layers have windows, if any."""
     if not fields.get("sliding_window"):
         return {"sliding_window": None}
-    return {"layer_types": layer_kinds(fields, metadata, _PATTERN)}
+    return {"layer_types": layer_kinds(fields, metadata, _PERIOD)}
 
 
 _GGUF = Gguf(

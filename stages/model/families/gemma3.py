@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
+from stages.model.config import MOST_LAYERS, Config, ConfigFields, sliding_kinds
 from stages.model.decoder import GELU_TANH, Attention, FeedForward, Layer, Norm
 from stages.model.families import Family
 from stages.model.families.gemma import embed_scale
@@ -49,7 +49,7 @@ def parse(fields: ConfigFields) -> Config:
     max_seq = fields.positions(heads.head_dim)
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     pattern = fields.integer("sliding_window_pattern")
-    kinds = fields.kinds([SLIDING if (layer + 1) % pattern else FULL for layer in range(count)])
+    kinds = fields.kinds(sliding_kinds(count, pattern))
     scalar = fields.number("query_pre_attn_scalar")
     feed_forward = FeedForward(fields.integer("intermediate_size"), GELU_TANH)
     windows = fields.windows(kinds, max_seq)

@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import Any
 
 from llama_npu2.frozen import frozen
-from stages.model.config import FULL, MOST_LAYERS, SLIDING
+from stages.model.config import FULL, MOST_LAYERS, SLIDING, sliding_kinds
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, QK_NORMS, ROW_NORMS
 from stages.model.families.place import Place
 
@@ -57,18 +57,20 @@ def _nothing(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> Mapping[
 
 
 SLIDES = "attention.sliding_window_pattern"
-"""The key of which layers have windows: for each layer whether it has, or of how many all but the last have."""
+"""The key of which layers have windows: for each layer whether it has one, or the period in which the last is full."""
 
 
-def layer_kinds(fields: Mapping[str, Any], metadata: Mapping[str, Any], usual: int) -> list[str]:
-    """Return the kind of each layer of a model with windows.
-
-    `usual`: of so many layers all but the last have them, where a file does not say it.
-    """
-    slides = metadata.get(SLIDES, usual)
+def layer_kinds(fields: Mapping[str, Any], metadata: Mapping[str, Any], period: int) -> list[str]:
+    """Return the kind of each layer of a model with windows. `period`: that of `sliding_kinds`, if a file has none."""
+    slides = metadata.get(SLIDES, period)
     if not isinstance(slides, list):
-        slides = [(layer + 1) % slides for layer in range(min(fields["num_hidden_layers"], MOST_LAYERS))]
-    return [SLIDING if layer else FULL for layer in slides]
+        return sliding_kinds(min(fields["num_hidden_layers"], MOST_LAYERS), slides)
+    return [SLIDING if slide else FULL for slide in slides]
+
+
+def expert_keys(*names: str) -> dict[str, str]:
+    """Return the keys of fields with these names, which are those of `EXPERTS` in their order."""
+    return dict(zip(names, EXPERTS, strict=False))
 
 
 EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
-from stages.model.decoder import BIASES, SWIGLU_OAI, Attention, Experts, FeedForward, Layer, Norm
+from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields, sliding_kinds
+from stages.model.decoder import BIASES, SWIGLU_OAI, Attention, Layer, Norm
 from stages.model.families import Family
-from stages.model.families.gguf import EXPERTS, Gguf, of_block
 from stages.model.families.gguf import TENSORS as GGUF_TENSORS
+from stages.model.families.gguf import Gguf, expert_keys, of_block
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 from stages.model.families.place import Place
 
@@ -55,9 +55,17 @@ def parse(fields: ConfigFields) -> Config:
     max_seq = fields.positions(heads.head_dim)
     rope = fields.rope(max_seq, heads.head_dim, 150_000.0)
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
-    kinds = fields.kinds([FULL if layer % 2 else SLIDING for layer in range(count)])
+    kinds = fields.kinds(sliding_kinds(count, 2))
     windows = {FULL: None, SLIDING: fields.window(max_seq)}
-    norm, experts = Norm(once=True), _experts(fields)
+    norm = Norm(once=True)
+    experts = fields.experts(
+        "num_local_experts",
+        "intermediate_size",
+        activation=SWIGLU_OAI,
+        normed=True,
+        router_biased=True,
+        biased=True,
+    )
     layers = {
         kind: Layer(
             Attention(
@@ -75,18 +83,6 @@ def parse(fields: ConfigFields) -> Config:
         for kind, window in windows.items()
     }
     return fields.config("gpt_oss", [layers[kind] for kind in kinds], max_seq, tied=False, norm=norm)
-
-
-def _experts(fields: ConfigFields) -> Experts:
-    count = fields.integer("num_local_experts")
-    return Experts(
-        count,
-        fields.integer("num_experts_per_tok", most=count),
-        FeedForward(fields.integer("intermediate_size"), SWIGLU_OAI),
-        normed=True,
-        router_biased=True,
-        biased=True,
-    )
 
 
 def _pairs(tensor: str, gate: str, up: str, transposed: bool = False) -> dict[str, Place]:
@@ -117,7 +113,7 @@ _GGUF = Gguf(
     {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
     {
         "sliding_window": "attention.sliding_window",
-        **dict(zip(("num_local_experts", "num_experts_per_tok", "intermediate_size"), EXPERTS, strict=True)),
+        **expert_keys("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     },
     given=("expert_gating_func",),
     windows=True,

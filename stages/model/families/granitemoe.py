@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from stages.model.config import Config, ConfigFields
 from stages.model.families import Family
-from stages.model.families.gguf import EXPERTS, Gguf
+from stages.model.families.gguf import EXPERTS, Gguf, expert_keys
 from stages.model.families.granite import SCALES, alone, described, of_gguf
 from stages.model.families.llama import IGNORED, REQUIRED, TENSORS, of_layer
-from stages.model.families.mixtral import experts
 
 
 def parse(fields: ConfigFields) -> Config:
@@ -15,7 +14,8 @@ def parse(fields: ConfigFields) -> Config:
     fields.require(REQUIRED)
     head_dim = fields.heads().head_dim
     rope = fields.rope(fields.positions(head_dim), head_dim)
-    return described(fields, "granitemoe", rope, experts(fields, 8, 2))
+    experts = fields.experts("num_local_experts", "intermediate_size", (8, 2, None), normed=True)
+    return described(fields, "granitemoe", rope, experts)
 
 
 _GATE_UP = ("w_gate_exps", "w_up_exps")
@@ -29,7 +29,7 @@ _EXPERTS = {
 _GGUF = Gguf(
     "granitemoe",
     {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"},
-    SCALES | {"num_local_experts": EXPERTS[0], "num_experts_per_tok": EXPERTS[1]},
+    SCALES | expert_keys("num_local_experts", "num_experts_per_tok"),
     given=EXPERTS,
     neighbours=True,
     complete=of_gguf,

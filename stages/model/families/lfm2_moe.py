@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from stages.model.config import Config, ConfigFields
-from stages.model.decoder import Experts, FeedForward
+from stages.model.decoder import FeedForward
 from stages.model.families import Family, lfm2
-from stages.model.families.gguf import EXPERTS, of_block
-from stages.model.families.llama import IGNORED, of_layer
+from stages.model.families.gguf import expert_keys, of_block
+from stages.model.families.llama import IGNORED, of_experts, of_layer
 
 _SIGMOID = 2
-"""llama.cpp's number of experts that are chosen by sigmoids."""
+"""llama.cpp's number for routers that choose experts by sigmoids."""
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "use_expert_bias": (True,),
@@ -42,14 +42,8 @@ def parse(fields: ConfigFields) -> Config:
     """Return the configuration of a `Lfm2MoeForCausalLM`. Raises UserError that names field and value."""
     fields.require(_REQUIRED)
     fields = lfm2.completed(fields, _DEFAULTS)
-    count = fields.integer("num_experts")
-    experts = Experts(
-        count,
-        fields.integer("num_experts_per_tok", most=count),
-        FeedForward(fields.integer("moe_intermediate_size")),
-        normed=fields.boolean("norm_topk_prob", True),
-        by_sigmoid=True,
-    )
+    normed = fields.boolean("norm_topk_prob", True)
+    experts = fields.experts("num_experts", "moe_intermediate_size", normed=normed, by_sigmoid=True)
     dense, first = FeedForward(fields.integer("intermediate_size")), fields.whole("num_dense_layers", 2)
     return lfm2.described(fields, "lfm2_moe", lambda layer: dense if layer < first else experts)
 
@@ -57,10 +51,7 @@ def parse(fields: ConfigFields) -> Config:
 _EXPERTS = {
     "w_router": of_layer("feed_forward.gate.weight"),
     "b_choice": of_layer("feed_forward.expert_bias"),
-    **{
-        f"w_{name}_exps": of_layer(f"feed_forward.experts.{{expert}}.{tensor}.weight")
-        for name, tensor in {"gate": "w1", "up": "w3", "down": "w2"}.items()
-    },
+    **of_experts("feed_forward.experts", "w1", "w3", "w2"),
 }
 
 _GGUF = replace(
@@ -69,7 +60,7 @@ _GGUF = replace(
     fields={"architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe"},
     keys={
         **lfm2.GGUF.keys,
-        **dict(zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), EXPERTS, strict=True)),
+        **expert_keys("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "num_dense_layers": "leading_dense_block_count",
         "expert_gating_func": "expert_gating_func",
     },

@@ -8,7 +8,7 @@ from typing import Any
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, Attention, FeedForward, Layer
 from stages.model.families import Family
-from stages.model.families.gguf import EXPERTS, FACTORS, Gguf
+from stages.model.families.gguf import EXPERTS, FACTORS, Gguf, expert_keys
 from stages.model.families.place import Place
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -24,6 +24,12 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 def of_layer(tensor: str, *among: str) -> Place:
     """Return the place of a slot in a layer's tensor. `among`: the slots that it holds if there are several."""
     return Place(f"model.layers.{{layer}}.{tensor}", among)
+
+
+def of_experts(tensors: str, gate: str, up: str, down: str) -> dict[str, Place]:
+    """Return the places of weights of experts, of which each has a tensor for its gate, up and down."""
+    own = {"w_gate_exps": gate, "w_up_exps": up, "w_down_exps": down}
+    return {slot: of_layer(f"{tensors}.{{expert}}.{name}.weight") for slot, name in own.items()}
 
 
 TENSORS = {
@@ -68,7 +74,7 @@ def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str
 GGUF = Gguf(
     "llama",
     {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    {"num_local_experts": EXPERTS[0], "num_experts_per_tok": EXPERTS[1]},
+    expert_keys("num_local_experts", "num_experts_per_tok"),
     given=EXPERTS,
     neighbours=True,
     factors=(FACTORS,),

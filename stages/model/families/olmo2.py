@@ -54,11 +54,11 @@ def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str
     if not fields.get("sliding_window"):
         return {}
     names = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
-    return names | {"layer_types": layer_kinds(fields, metadata, WINDOWS)}
+    return names | {"layer_types": layer_kinds(fields, metadata, PERIOD)}
 
 
-WINDOWS = 4
-"""Of so many layers of an OLMo 3, all but the last have windows where nothing else is said."""
+PERIOD = 4
+"""The last of every four layers of an OLMo 3 is full, and the others have windows, if nothing else is said."""
 
 GGUF = Gguf(
     "olmo2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
+from stages.model.config import MOST_LAYERS, Config, ConfigFields, sliding_kinds
 from stages.model.families import Family, olmo2
 from stages.model.families.llama import IGNORED
 
@@ -13,7 +13,7 @@ def parse(fields: ConfigFields) -> Config:
     head_dim = fields.heads().head_dim
     max_seq = fields.positions(head_dim)
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
-    kinds = fields.kinds([SLIDING if (layer + 1) % olmo2.WINDOWS else FULL for layer in range(count)])
+    kinds = fields.kinds(sliding_kinds(count, olmo2.PERIOD))
     windows, theta = fields.windows(kinds, max_seq), fields.number("rope_theta", 5e5)
     ropes = fields.ropes(max_seq, head_dim, theta, theta)
     layers = {kind: olmo2.layer(fields, ropes[kind], windows[kind]) for kind in {*kinds}}

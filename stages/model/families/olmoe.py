@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
-from stages.model.decoder import ROW_NORMS, Attention, Experts, FeedForward, Layer, Norm
+from stages.model.decoder import ROW_NORMS, Attention, Layer, Norm
 from stages.model.families import Family
-from stages.model.families.gguf import EXPERTS, Gguf
+from stages.model.families.gguf import EXPERTS, Gguf, expert_keys
 from stages.model.families.llama import IGNORED, of_layer
 from stages.model.families.qwen3_moe import FAMILY as QWEN3_MOE
 
@@ -27,13 +27,8 @@ def parse(fields: ConfigFields) -> Config:
     max_seq = fields.positions(heads.head_dim, 4096)
     rope = fields.rope(max_seq, heads.head_dim)
     attention = Attention(*heads, rope, scalar=float(heads.head_dim), qk_norm=Norm(), norms_rows=True)
-    number = fields.integer("num_experts", 64)
-    experts = Experts(
-        number,
-        fields.integer("num_experts_per_tok", 8, most=number),
-        FeedForward(fields.integer("intermediate_size", 2048)),
-        normed=fields.boolean("norm_topk_prob", False),
-    )
+    normed = fields.boolean("norm_topk_prob", False)
+    experts = fields.experts("num_experts", "intermediate_size", (64, 8, 2048), normed=normed)
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     return fields.config("olmoe", [Layer(attention, experts)] * count, max_seq, tied=False, eos=(50_279,), eps=1e-5)
 
@@ -43,7 +38,7 @@ _NORMS = {slot: of_layer(f"self_attn.{slot[0]}_norm.weight") for slot in ROW_NOR
 _GGUF = Gguf(
     "olmoe",
     {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "norm_topk_prob": False},
-    {"num_experts": EXPERTS[0], "num_experts_per_tok": EXPERTS[1]},
+    expert_keys("num_experts", "num_experts_per_tok"),
     given=EXPERTS,
 )
 

@@ -8,8 +8,8 @@ from typing import Any
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import Attention, Experts, FeedForward, Layer, Norm
 from stages.model.families import Family, qwen3
-from stages.model.families.gguf import EXPERTS, Gguf
-from stages.model.families.llama import IGNORED, of_layer
+from stages.model.families.gguf import Gguf, expert_keys
+from stages.model.families.llama import IGNORED, of_experts, of_layer
 
 
 def parse(fields: ConfigFields) -> Config:
@@ -21,7 +21,8 @@ def parse(fields: ConfigFields) -> Config:
     rope = fields.rope(max_seq, heads.head_dim)
     attention = Attention(*heads, rope, scalar=float(heads.head_dim), window=window, qk_norm=Norm())
     dense = Layer(attention, FeedForward(fields.integer("intermediate_size", 6144)))
-    sparse = Layer(attention, _experts(fields))
+    normed = fields.boolean("norm_topk_prob", False)
+    sparse = Layer(attention, fields.experts("num_experts", "moe_intermediate_size", (128, 8, 768), normed=normed))
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     step, others = fields.integer("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
     if not isinstance(others, list) or not all(isinstance(layer, int) for layer in others):
@@ -30,19 +31,9 @@ def parse(fields: ConfigFields) -> Config:
     return fields.config("qwen3_moe", layers, max_seq, tied=False)
 
 
-def _experts(fields: ConfigFields) -> Experts:
-    count = fields.integer("num_experts", 128)
-    return Experts(
-        count,
-        fields.integer("num_experts_per_tok", 8, most=count),
-        FeedForward(fields.integer("moe_intermediate_size", 768)),
-        normed=fields.boolean("norm_topk_prob", False),
-    )
-
-
 _EXPERTS = {
     "w_router": of_layer("mlp.gate.weight"),
-    **{f"w_{name}_exps": of_layer(f"mlp.experts.{{expert}}.{name}_proj.weight") for name in ("gate", "up", "down")},
+    **of_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -54,7 +45,7 @@ def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str
 _GGUF = Gguf(
     "qwen3moe",
     {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
-    dict(zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), EXPERTS, strict=True)),
+    expert_keys("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     complete=_of_gguf,
 )
 
