@@ -97,6 +97,14 @@ def test_logits_contract(llm: Llama) -> None:
     np.testing.assert_array_equal(llm.prefill([1, 2, 3]), kept)
 
 
+def test_logits_without_a_copy_are_overwritten_by_the_next_token(llm: Llama) -> None:
+    llm.reset()
+    own = llm.decode(1, copy=False)
+    kept, after = own.copy(), llm.decode(2)
+    assert (own == after).all() and (own != kept).any()
+    assert not np.shares_memory(own, after)
+
+
 @pytest.mark.parametrize("bad", [[], [-1], [10**9]])
 def test_bad_tokens_are_refused(llm: Llama, bad: list[int]) -> None:
     llm.reset()

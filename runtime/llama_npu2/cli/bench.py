@@ -184,12 +184,9 @@ class Ours:
         return _timed(lambda: self._decode(ids))
 
     def _decode(self, ids: Sequence[int]) -> None:
-        """Decode tokens and keep no logits, as generating does.
-
-        Memory that is new to the process costs more than the copy into it.
-        """
+        """Decode tokens and keep no logits, as generating does."""
         for token in ids:
-            self._llm.decode(token)
+            self._llm.decode(token, copy=False)
 
     def decode_streams(self, streams: Sequence[Sequence[int]]) -> float:
         if not self._llm.holds_many:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
@@ -16,7 +17,7 @@ import numpy as np
 
 from llama_npu2.artifact.attended import pairs_attended, positions_read
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BLOCK_POSITIONS, FROM_POSITION, LAST_ROW, WINDOW, Positions, first_of
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, Positions, first_of
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Call, Declared, HostBuffer
 from llama_npu2.devices.libraries import entry_point, open_library
@@ -31,12 +32,8 @@ class _NativeCall(ctypes.Structure):
     _fields_ = [("entry", ctypes.c_void_p), ("slots", ctypes.c_void_p)]
 
 
-class _Run(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("first", "rows", "pos")] + [("blocks", ctypes.c_void_p)]
-
-
-class _Dims(ctypes.Structure):
-    _fields_ = [("seq", ctypes.c_int64), ("count", ctypes.c_int64), ("runs", ctypes.POINTER(_Run))]
+_RUN, _DIMS = struct.Struct("qqqP"), struct.Struct("qqP")
+"""`Run` and `Dims` of `kernel_src/cpu/team.h`."""
 
 
 class _Range(ctypes.Structure):
@@ -70,6 +67,13 @@ class Rows(NamedTuple):
     """Position of the first of them."""
     blocks: np.ndarray
     """I32: where the blocks of the KV cache lie that hold the sequence's positions up to the last row's, in order."""
+    address: int
+    """That of `blocks`, which takes numpy longer to say than all else of a submission."""
+
+    @staticmethod
+    def of(rows: int, pos: int, blocks: np.ndarray) -> Rows:
+        """Return them with the address of their blocks."""
+        return Rows(rows, pos, blocks, blocks.ctypes.data)
 
 
 @frozen
@@ -100,7 +104,7 @@ class CpuDevice:
         """Time spent in programs so far."""
         self.recorder: Recorder | None = None
         self._laps = np.zeros((0, 0, 3), np.int64)
-        self._in_order = np.zeros(0, np.int32)
+        self._in_order = Rows.of(0, 0, np.zeros(0, np.int32))
         library = open_library(host_library)
         if not hasattr(library, "team_create"):
             raise UserError(f"{host_library.path} is not the library of the host's programs: {REMEDY}")
@@ -169,16 +173,16 @@ class CpuDevice:
     def prepare(self, calls: Sequence[Call]) -> CpuSubmission:
         return CpuSubmission(self, calls)
 
-    def in_order(self, positions: int) -> np.ndarray:
-        """Return the table of a sequence alone in the cache, whose blocks lie in the order of their positions."""
-        count = -(-positions // BLOCK_POSITIONS)
-        if count > len(self._in_order):
-            self._in_order = np.arange(2 * count, dtype=np.int32)
-        return self._in_order[:count]
+    def in_order(self, rows: int, pos: int) -> Rows:
+        """Return rows of a sequence alone in the cache, whose blocks lie in the order of their positions."""
+        if pos + rows > BLOCK_POSITIONS * len(self._in_order.blocks):
+            count = -(-(pos + rows) // BLOCK_POSITIONS)
+            self._in_order = Rows.of(0, 0, np.arange(2 * count, dtype=np.int32))
+        return self._in_order._replace(rows=rows, pos=pos)
 
-    def run_native(self, calls: Any, count: int, dims: _Dims) -> None:
+    def run_native(self, calls: Any, count: int, dims: Any) -> None:
         started = time.perf_counter()
-        self._native.team_run(self._team, calls, count, ctypes.byref(dims))
+        self._native.team_run(self._team, calls, count, dims)
         self.native_seconds += time.perf_counter() - started
 
     def record(self, recorder: Recorder | None) -> None:
@@ -226,16 +230,13 @@ class CpuSubmission:
     def __init__(self, device: CpuDevice, calls: Sequence[Call]) -> None:
         bindings = [binding for call in calls for binding in call.bindings]
         self._device = device
-        self._base = np.array([b.buffer.address for b in bindings], np.uint64)
-        self._per_pos = np.array([b.row_bytes * (b.view == FROM_POSITION) for b in bindings], np.uint64)
-        self._per_last = np.array([b.row_bytes * (b.view == LAST_ROW) for b in bindings], np.uint64)
-        self._windows = [(place, b) for place, b in enumerate(bindings) if b.view.kind == WINDOW]
-        self._addresses = self._base.copy()
+        self._addresses = np.array([b.buffer.address for b in bindings], np.uint64)
+        self._moving = [(place, binding) for place, binding in enumerate(bindings) if binding.view]
         self._bindings = bindings  # keeps the buffers alive
         self._planned = calls
         self._launches = sum(len(call.program.launches or ()) for call in calls)
         self._calls = (_NativeCall * len(calls))()
-        self._dims, self._runs = _Dims(), (_Run * 1)()
+        self._dims, self._runs = (ctypes.create_string_buffer(each.size) for each in (_DIMS, _RUN))
         slot = self._addresses.ctypes.data
         for native, call in zip(self._calls, calls, strict=True):
             native.entry, native.slots = call.program.address, slot
@@ -243,23 +244,16 @@ class CpuSubmission:
 
     def run(self, seq: int, pos: Positions) -> None:
         """Process rows of the sequence that is alone in the cache, or rows of which no call knows where they are."""
-        first = first_of(pos)
-        self.run_rows([Rows(seq, first, self._device.in_order(seq + first))])
+        self.run_rows([self._device.in_order(seq, first_of(pos))])
 
     def run_rows(self, runs: Sequence[Rows]) -> None:
         """Process rows of several sequences, each of which has as many positions as its table of blocks.
 
         Buffers hold the rows of the first run, then those of the next one. Their calls see no view by position.
         """
-        seq, pos = sum(run.rows for run in runs), runs[0].pos
-        np.multiply(self._per_pos, np.uint64(pos), out=self._addresses)
-        self._addresses += self._base
-        if seq > 1:
-            self._addresses += self._per_last * np.uint64(seq - 1)
-        for place, binding in self._windows:
-            self._addresses[place] += np.uint64(binding.offset(seq, pos))
-        self._set_runs(seq, runs)
-        device = self._device
+        seq, device = self._set_runs(runs), self._device
+        for place, binding in self._moving:
+            self._addresses[place] = binding.buffer.address + binding.offset(seq, runs[0].pos)
         laps = device.laps(self._launches) if device.recorder and self._launches else None
         started = time.perf_counter_ns()
         device.run_native(self._calls, len(self._calls), self._dims)
@@ -267,14 +261,16 @@ class CpuSubmission:
             ended, copied = time.perf_counter_ns(), laps[:, : self._launches].copy()
             device.recorder.note(Laps(self._planned, copied, started, ended, runs))
 
-    def _set_runs(self, seq: int, runs: Sequence[Rows]) -> None:
-        if len(runs) > len(self._runs):
-            self._runs = (_Run * len(runs))()
-        first = 0
-        for native, run in zip(self._runs, runs, strict=False):
-            native.first, native.rows, native.pos, native.blocks = first, run.rows, run.pos, run.blocks.ctypes.data
-            first += run.rows
-        self._dims.seq, self._dims.count, self._dims.runs = seq, len(runs), self._runs
+    def _set_runs(self, runs: Sequence[Rows]) -> int:
+        """Say to native code which rows there are; return how many."""
+        if len(runs) * _RUN.size > len(self._runs):
+            self._runs = ctypes.create_string_buffer(len(runs) * _RUN.size)
+        seq = 0
+        for number, (rows, pos, _, blocks) in enumerate(runs):
+            _RUN.pack_into(self._runs, number * _RUN.size, seq, rows, pos, blocks)
+            seq += rows
+        _DIMS.pack_into(self._dims, 0, seq, len(runs), ctypes.addressof(self._runs))
+        return seq
 
     def suspend(self) -> None:
         """Do nothing: a submission of the CPU holds nothing scarce."""

@@ -59,12 +59,12 @@ class Timer:
     def __call__(
         self,
         kind: str,
-        name: str,
+        name: object,
         function: Callable[..., Any],
         *arguments: Any,
         about: Mapping[str, int] | None = None,
     ) -> Any:
-        """Return `function(*arguments)`."""
+        """Return `function(*arguments)`. The name is that of the span as text, which is made only if there is one."""
         recorder = self.recorder
         if recorder is None:
             return function(*arguments)
@@ -72,7 +72,7 @@ class Timer:
         try:
             return function(*arguments)
         finally:
-            recorder.note(Span(kind, name, started, time.perf_counter_ns(), 0, about or NOTHING))
+            recorder.note(Span(kind, str(name), started, time.perf_counter_ns(), 0, about or NOTHING))
 
 
 class Part(NamedTuple):

@@ -206,16 +206,24 @@ class Engine:
             self._run(phase, part)
         return self._copied_logits()
 
-    def decode(self, token_id: int) -> np.ndarray:
-        """Append one token; return float32 logits `[vocab]` after it. Raises UserError."""
+    def decode(self, token_id: int, copy: bool = True) -> np.ndarray:
+        """Append one token; return float32 logits `[vocab]` after it. Raises UserError.
+
+        Args:
+            token_id: of the vocabulary.
+            copy: whether the logits are the caller's. Else they are the engine's own, which the next token overwrites.
+        """
         ids = self._checked([token_id])
         self._run(decode_phase(self.windows, self.position), ids)
-        return self._copied_logits()
+        return self._copied_logits() if copy else self._logits
 
     def _logits_after(self, ids: list[int]) -> np.ndarray:
-        """Return float32 logits `[vocab]` after `ids`, whose beginning the KV cache may hold. Raises UserError."""
+        """Return float32 logits `[vocab]` after `ids`, whose beginning the KV cache may hold. Raises UserError.
+
+        They are valid until the next token.
+        """
         kept = self._keep(ids)
-        return self.decode(ids[-1]) if 0 < kept == len(ids) - 1 else self.prefill(ids[kept:])
+        return self.decode(ids[-1], copy=False) if 0 < kept == len(ids) - 1 else self.prefill(ids[kept:])
 
     def _hidden_after(self, ids: list[int]) -> np.ndarray:
         """Return the last norm's output after `ids`, `[hidden size]`. The LM head is not computed. Raises UserError."""
@@ -365,7 +373,7 @@ class Engine:
         about = {"rows": len(ids), "position": first_of(position)}
         self._timed("host", "copy tokens", setitem, self._tokens, slice(len(ids)), ids)
         run = (calls or self._phases[phase]).run
-        self._timed("phase", str(phase), run, len(ids), position, about=about)
+        self._timed("phase", phase, run, len(ids), position, about=about)
 
     def _run_tokens(self, phase: Phase, ids: Sequence[int], position: int) -> np.ndarray:
         """Process tokens with a phase of several; return the logits after each, `[tokens, vocab]`.

@@ -314,7 +314,7 @@ class Llama(Engine):
                 self.reset()
             reused = self._keep(ids)
             if logprobs is None:
-                return _Prompt(ids, self._logits_after(ids), started, reused)
+                return _Prompt(ids, self._logits_after(ids).copy(), started, reused)
             rows = self._logits_from(ids, 0)
             prompt_logprobs = [Logprob.of(token, next(rows), logprobs) for token in ids[1:]]
             return _Prompt(ids, next(rows).copy(), started, reused, prompt_logprobs)
@@ -373,7 +373,10 @@ class Llama(Engine):
             drafts.note(generation, len(drafted), accepted)
 
     def _next(self, generation: Generation, drafts: Drafts | None) -> tuple[list[int], np.ndarray]:
-        """Return the drafted next tokens of a reply, and the logits `[1 + drafts, vocab]` after it and each of them."""
+        """Return the drafted next tokens of a reply, and the logits `[1 + drafts, vocab]` after it and each of them.
+
+        Without drafts they are valid until the next token.
+        """
         ids = generation.ids
         # What is traced or profiled are the phases, in which tokens come one by one.
         if not drafts or self._traced or self._timed.recorder or self._keep(ids) < len(ids) - 1:

@@ -76,7 +76,7 @@ class NativeSteps:
         return self._row_logits.together(list(_rows_with_logits(runs)))
 
     def _placed(self, run: Run) -> Rows:
-        return Rows(len(run.tokens), run.position, np.ascontiguousarray(run.blocks, np.int32))
+        return Rows.of(len(run.tokens), run.position, np.ascontiguousarray(run.blocks, np.int32))
 
     def _check(self, runs: Sequence[Run], rows: Sequence[Rows]) -> None:
         count = sum(run.rows for run in rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Protocol
 
 import numpy as np
@@ -58,7 +59,7 @@ def sampler(
 def most_likely(logits: np.ndarray) -> int:
     """Return the token with the largest logit. Raises UserError if that is not a finite number."""
     best = int(np.argmax(logits))  # a NaN's index, if there is one
-    if not np.isfinite(logits[best]):
+    if not isfinite(logits[best]):
         raise UserError("the model's logits are not finite numbers: look for damage with llama-npu2 check DIR")
     return best
 
