@@ -129,20 +129,6 @@ def copies(steps: int) -> int:
     return 1 if steps == 1 else 2 + steps % 2
 
 
-def ring(steps: int, size: int, room: int) -> int:
-    """Return how many buffers of `size` bytes a loop through L2 fills in turn: one is filled while another is read.
-
-    They are `RING` if these divide the steps and fit `room` bytes, else 1. The compiler makes no copies of a buffer
-    that a channel fills (`stages.air.occupancy.Segment.copies`).
-    """
-    return RING if steps % RING == 0 and RING * size <= room else 1
-
-
-RING = 2
-"""Most buffers that a loop through L2 fills in turn: with three, and several tokens, mlir-air of 2026-05-08 walks the
-dependencies of Gemma 3's network for more than ten minutes (`CanonicalizeAsyncOpDeps`)."""
-
-
 def steady(steps: int) -> bool:
     """Return whether a loop of a core that moves data needs no third buffer.
 

@@ -207,17 +207,24 @@ class Segment:
         """Return how many buffers the compiler makes of one.
 
         They are two if the buffer is allocated in a loop, or filled by a loop from DDR: a ping-pong. If the loop has an
-        odd number of steps, they are three. One that a channel fills stays one, whatever loop it is in (mlir-air of
-        2026-05-08): it is not filled while it is read.
+        odd number of steps, they are three. Of one that a channel fills it makes copies where the same loop over tiles
+        sends its content on, else none (mlir-air of 2026-05-08): then it is not filled while it is read.
         """
         loop = buffer.owner.parent_op() if isinstance(buffer.owner, Operation) else None
         if isinstance(loop, SegmentOp):
-            dmas = (t for t in self.transfers if isinstance(t.op, DmaMemcpyNdOp))
-            filling = (t.op for t in dmas if t.fills and t.dst.key is buffer)
+            filling = (t.op for t in self.transfers if t.dst.key is buffer and self._copied(t, buffer))
             loop = next((outer for op in filling if (outer := enclosing(op, scf.ForOp))), None)
         if not isinstance(loop, scf.ForOp):
             return 1
         return 2 + analysis.trip_count(loop, self.where) % 2
+
+    def _copied(self, filling: Transfer, buffer: SSAValue) -> bool:
+        """Return whether the compiler copies a buffer for this transfer into it."""
+        if isinstance(filling.op, DmaMemcpyNdOp):
+            return filling.fills
+        over = enclosing(filling.op, scf.ParallelOp)
+        drains = (t.op for t in self.transfers if t.src.key is buffer)
+        return over is not None and all(enclosing(op, scf.ParallelOp) is over for op in drains)
 
     def all_bytes(self, buffer: SSAValue) -> int:
         """Return the bytes of a buffer with its copies."""

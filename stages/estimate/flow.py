@@ -94,14 +94,14 @@ class _Launch:
     def _parts(self, block: Block) -> Iterator[tuple[Operation, Work, set[SSAValue]]]:
         """Yield what takes time in a block of a segment, in order: (operation, work, outer L2 buffers it touches)."""
         for op in block.ops:
-            if isinstance(op, analysis.Move | HerdOp | scf.ForOp | scf.ParallelOp):
+            if isinstance(op, scf.ParallelOp):
+                yield from self._parts(op.body.block)
+            elif isinstance(op, analysis.Move | HerdOp | scf.ForOp):
                 yield op, self._part(op), self._touched(op)
 
     def _part(self, op: Operation) -> Work:
         if isinstance(op, HerdOp):
             return self._core(op.body.block)
-        if isinstance(op, scf.ParallelOp):
-            return Serial(*(work for _, work, _ in self._parts(op.body.block)))
         if isinstance(op, scf.ForOp):
             return self._pipeline(analysis.trip_count(op, self.name), list(self._parts(op.body.block)))
         return Amount(STREAM, self._bytes(op) / self.streams.get(op, 1))

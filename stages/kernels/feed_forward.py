@@ -75,7 +75,7 @@ FIRST, LAST = 0, SHARES - 1
 
 @frozen
 class Staging:
-    """How the chunks of a column pass through L2: several of them in a step, and steps in buffers that take turns."""
+    """How the chunks of a column pass through L2: several of them in a step, in buffers that take turns."""
 
     steps: tuple[int, ...]
     """Steps of each loop around a transfer from DDR."""
@@ -92,8 +92,8 @@ class Staging:
 
     @property
     def buffers(self) -> int:
-        """Buffers that steps take in turn."""
-        return limits.ring(sum(self.steps), self.step_bytes, limits.L2_BYTES - self.result_bytes)
+        """Buffers that steps take in turn: one is filled while another is read."""
+        return limits.copies(sum(self.steps))
 
     @property
     def fits(self) -> bool:
@@ -101,14 +101,14 @@ class Staging:
         return self.buffers * self.step_bytes + self.result_bytes <= limits.L2_BYTES
 
     @property
-    def order(self) -> tuple[bool, int, int, int]:
-        """Return what sorts ways of staging, the best first: those that overlap, of few descriptors, of few bytes.
+    def order(self) -> tuple[int, int, int, int]:
+        """Return what sorts ways of staging, the best first: in two buffers, of few descriptors, of few bytes.
 
         A core waits for its first chunk until all of the first step is in L2, and memory idles while the last one is
         read.
         """
         descriptors = sum(map(limits.descriptors, self.steps))
-        return self.buffers == 1, descriptors, max(self.step_bytes, SHORT_STEP), -self.step_bytes
+        return abs(self.buffers - 2), descriptors, max(self.step_bytes, SHORT_STEP), -self.step_bytes
 
 
 SHORT_STEP = 1 << 14
@@ -377,14 +377,14 @@ def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
 def pass_on(b: Builder, stream: Channel, fed: Channel, staging: Staging) -> None:
     """Get a step's chunks into L2, for each column, and put them to the cores one by one.
 
-    Buffers take turns: one is filled while another is read.
+    Both are in one loop over columns. Then the compiler makes a second buffer, one of which is filled while the other
+    is read; of two loops it makes none (mlir-air of 2026-05-08).
     """
-    size, chunk, buffers = staging.step_bytes, staging.chunk_bytes, staging.buffers
-    with b.alloc(air.L2, *[((SHARES, size), "i8")] * buffers) as ring, b.loop(sum(staging.steps) // buffers):
-        for chunks in ring:
-            with b.parallel(SHARES, 1) as (tx, ty):
-                b.get(stream, (tx, ty), chunks.at((tx, 1, size), (0, size, 1)))
-            with b.parallel(SHARES, 1) as (tx, ty), b.loop(staging.together) as j:
+    size, chunk = staging.step_bytes, staging.chunk_bytes
+    with b.alloc(air.L2, ((SHARES, size), "i8")) as (chunks,), b.loop(sum(staging.steps)):
+        with b.parallel(SHARES, 1) as (tx, ty):
+            b.get(stream, (tx, ty), chunks.at((tx, 1, size), (0, size, 1)))
+            with b.loop(staging.together) as j:
                 b.put(fed, (tx, ty), chunks.at((tx, 1, size), (j * chunk, chunk, 1)))
 
 

@@ -19,7 +19,7 @@ from llama_npu2.cli.table import amount
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND
 from llama_npu2.errors import UserError
 from stages import air
-from stages.air import limits
+from stages.air import Builder, Channel, limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.air.stitching import SETTLE, part_of
 from stages.commands.estimate import run as estimate
@@ -200,15 +200,27 @@ def test_a_gemv_step_fills_l2_and_then_drains_it() -> None:
     assert time.by[STREAM] > sum(tiling.steps) * fill
 
 
-@pytest.mark.parametrize("most", [1, limits.RING])
-def test_a_channel_fills_a_buffer_of_l2_once_it_is_empty(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler makes no second buffer of one that a channel fills: it is filled, then read, if it is alone."""
-    monkeypatch.setattr(limits, "RING", most)
+@pytest.mark.parametrize("together", [True, False])
+def test_a_channel_fills_a_second_buffer_where_one_loop_fills_and_reads(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a buffer that two loops over tiles fill and read the compiler makes no second one: it is filled, then read."""
+    if not together:
+        monkeypatch.setattr(feed_forward, "pass_on", in_two_loops)
     tiling = kernels()["int4_feed_forward"].tiling({"cols": 2048, "ffn": 8192, "eps": 1e-5})  # type: ignore[misc]
     machine = replace(MACHINE, ddr_gbps=1e9, configuration_us=0, configuration_core_us=0)
     time = time_of(feed_forward.build(tiling), dict.fromkeys(tiling.costs, Cost()), machine)
     fill, steps = tiling.staging.step_bytes / (MACHINE.stream_gbps * GBPS), sum(tiling.steps)
-    assert time.by == {STREAM: pytest.approx((2 * steps if most == 1 else steps + 1) * fill)}
+    assert time.by == {STREAM: pytest.approx((steps + 1 if together else 2 * steps) * fill)}
+
+
+def in_two_loops(b: Builder, stream: Channel, fed: Channel, staging: feed_forward.Staging) -> None:
+    size, chunk = staging.step_bytes, staging.chunk_bytes
+    with b.alloc(air.L2, ((feed_forward.SHARES, size), "i8")) as (chunks,), b.loop(sum(staging.steps)):
+        with b.parallel(feed_forward.SHARES, 1) as (tx, ty):
+            b.get(stream, (tx, ty), chunks.at((tx, 1, size), (0, size, 1)))
+        with b.parallel(feed_forward.SHARES, 1) as (tx, ty), b.loop(staging.together) as j:
+            b.put(fed, (tx, ty), chunks.at((tx, 1, size), (j * chunk, chunk, 1)))
 
 
 def test_a_product_whose_x_passes_through_hides_it() -> None:
