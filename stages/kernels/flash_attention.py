@@ -158,12 +158,15 @@ rounds a position down to a tile with a mask."""
 class Tiling(kv_rows.Heads):
     """How attention is divided: a column of the herd takes a KV head, its cores the query heads of that head's group.
 
-    K and V are interleaved, so that one stream per column feeds its cores. All `window` positions pass; a key tile that
-    causality masks completely costs a call that returns at once. The rows themselves say where they begin: each query
-    has its position after it. So one program serves every start up to `window - seq`, and no core needs to know which
-    step of the launch it is in. (Launches that end at their own keys would avoid masked transfers. By the estimate they
-    cost more than they save at 512 rows; at 2048 rows they save 2 % of attention with heads of 64, and 10 % with heads
-    of 128. mlir-air of 2026-07-29 finds no shim tiles for two such launches in a module.)
+    Where there are few KV heads, all columns take the same one, and row tiles or query heads of their own.
+
+    K and V are interleaved, so that one stream per column feeds its cores, or one stream all of them. All `window`
+    positions pass; a key tile that causality masks completely costs a call that returns at once. The rows themselves
+    say where they begin: each query has its position after it. So one program serves every start up to `window - seq`,
+    and no core needs to know which step of the launch it is in. (Launches that end at their own keys would avoid masked
+    transfers. By the estimate they cost more than they save at 512 rows; at 2048 rows they save 2 % of attention with
+    heads of 64, and 10 % with heads of 128. mlir-air of 2026-07-29 finds no shim tiles for two such launches in a
+    module.)
     """
 
     seq: int
@@ -174,11 +177,11 @@ class Tiling(kv_rows.Heads):
     kv_heads: int
     head_dim: int
     columns: int
-    """Columns of the herd: KV heads at a time."""
+    """KV heads at a time, each in a column of the herd."""
     group_rows: int
-    """Query heads of a group that are processed at a time."""
+    """Query heads of a column that are processed at a time."""
     query_tiles: int
-    """Row tiles that are processed at a time. The herd has `group_rows * query_tiles` rows."""
+    """Row tiles of a column that are processed at a time. The herd has `group_rows * query_tiles` rows."""
     tile_q: int
     """Queries of a core's tile."""
     tile_k: int
@@ -186,6 +189,10 @@ class Tiling(kv_rows.Heads):
     scores: Scores = PLAIN
     stored: str = "bf16"
     """The cache's format."""
+    column_tiles: int = 1
+    """Columns that take row tiles of their own, of one KV head at a time."""
+    column_members: int = 1
+    """Columns that take query heads of their own, of one KV head at a time."""
 
     @property
     def group(self) -> int:
@@ -198,18 +205,29 @@ class Tiling(kv_rows.Heads):
         return self.head_dim + HEAD_POSITION
 
     @property
-    def step_rows(self) -> int:
-        """Query rows of one launch step."""
+    def column_rows(self) -> int:
+        """Query rows that a column processes in one launch step."""
         return self.query_tiles * self.tile_q
 
     @property
-    def herd_rows(self) -> int:
-        return self.group_rows * self.query_tiles
+    def step_rows(self) -> int:
+        """Query rows of one launch step."""
+        return self.column_tiles * self.column_rows
+
+    @property
+    def herd(self) -> tuple[int, int]:
+        """Columns and rows of cores."""
+        return self.columns * self.column_tiles * self.column_members, self.group_rows * self.query_tiles
+
+    @property
+    def members(self) -> int:
+        """Query heads of a group that are processed at a time."""
+        return self.column_members * self.group_rows
 
     @property
     def passes(self) -> tuple[int, int]:
         """Steps over the KV heads, and over the query heads of a group."""
-        return self.kv_heads // self.columns, self.group // self.group_rows
+        return self.kv_heads // self.columns, self.group // self.members
 
     @property
     def variant(self) -> Variant:
@@ -245,7 +263,8 @@ class Tiling(kv_rows.Heads):
     def __str__(self) -> str:
         return (
             f"flash_attention {self.seq} rows over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: "
-            f"herd {self.columns}x{self.herd_rows} ({self.group_rows} heads x {self.query_tiles} row tiles), tile "
+            f"herd {self.herd[0]}x{self.herd[1]} ({self.columns * self.members} heads x "
+            f"{self.column_tiles * self.query_tiles} row tiles), tile "
             f"{self.tile_q} queries x {self.tile_k} keys"
             f"{f', of a cache in {self.stored}' if kv_rows.in_numbers(self.stored) else ''}"
         )
@@ -354,8 +373,6 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0, st
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     limits.require_multiple(what, "seq", seq, 2 * limits.BLOCK)
     limits.require(what, "positions of its window", seq, window)
-    columns = limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
-    group_rows = limits.divisors(heads // kv_heads, 1, limits.ROWS)[0]
     keys = limits.divisors(window, 2 * limits.BLOCK, 64)
     if kv_rows.in_numbers(stored):
         keys = [k for k in _number_keys(head_dim, stored) if window % k == 0]
@@ -368,12 +385,28 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0, st
     sizes = limits.require_any(what, limits.IN_L1, fitting)
     sizes = limits.steady_first(what, sizes, lambda tiles: window // tiles[1])
     tile_q, tile_k = max(sizes, key=lambda tiles: (limits.steady(window // tiles[1]), tiles))
-    query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
-    staged = BF16 * group_rows * query_tiles * tile_q * (2 * head_dim + HEAD_POSITION)
+    given = Tiling(seq, window, heads, kv_heads, head_dim, 1, 1, 1, tile_q, tile_k, stored=stored)
+    # Each pass over keys is for as many heads and row tiles as there are cores.
+    tiling = max(_spread(given), key=lambda p: math.prod(p.herd))
+    staged = BF16 * tiling.herd[1] * tile_q * (2 * head_dim + HEAD_POSITION)
     limits.require(what, "bytes of L2 per column", staged, limits.L2_BYTES)
-    return Tiling(
-        seq, window, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k, stored=stored
-    )
+    return tiling
+
+
+def _spread(p: Tiling) -> Iterator[Tiling]:
+    """Yield a division over the herd's columns by KV heads, by row tiles, and by query heads of a group."""
+
+    def most(number: int, available: int) -> int:
+        return limits.divisors(number, 1, available)[0]
+
+    rows = p.seq // p.tile_q
+    by_heads = most(p.group, limits.ROWS)
+    tiles = most(rows, limits.ROWS // by_heads)
+    yield replace(p, columns=most(p.kv_heads, limits.COLUMNS), group_rows=by_heads, query_tiles=tiles)
+    yield replace(p, column_tiles=most(rows // tiles, limits.COLUMNS), group_rows=by_heads, query_tiles=tiles)
+    members = most(p.group, limits.COLUMNS)
+    by_heads = most(p.group // members, limits.ROWS)
+    yield replace(p, column_members=members, group_rows=by_heads, query_tiles=most(rows, limits.ROWS // by_heads))
 
 
 def _fits(queries: int, keys: int, head_dim: int, stored: str, copies: int) -> bool:
@@ -412,29 +445,39 @@ def build(tiling: Tiling) -> AirModule:
     b = air.Builder("flash_attention", types)
     over_kv, over_group = p.passes
     with b.launch(over_kv * over_group, p.seq // p.step_rows) as (y, x), b.segment():
-        # Division only if both passes need it: the compiler must see that steps write to different places.
+        # Division only where it is needed: the compiler must see that steps write to different places.
         kv_head = (y // over_group if over_group > 1 else y) * p.columns if over_kv > 1 else 0
-        member = (y % over_group if over_kv > 1 else y) * p.group_rows if over_group > 1 else 0
-        _step(b, p, x, kv_head, member)
+        first: Number
+        if p.columns == 1:
+            first = y * p.members
+        else:
+            first = kv_head * p.group + ((y % over_group if over_kv > 1 else y) * p.members if over_group > 1 else 0)
+        _step(b, p, x, kv_head, first)
     return b.finish()
 
 
-def _step(b: Builder, p: Tiling, step: Index, kv_head: Number, member: Number) -> None:
-    """Compute attention of `step_rows` queries of `columns * group_rows` heads."""
+def _step(b: Builder, p: Tiling, step: Index, kv_head: Number, first: Number) -> None:
+    """Compute attention of `step_rows` queries of `columns * members` heads, from head `first` on."""
 
     def rows_in_ddr(width: int) -> Pattern:
+        row = p.heads * width
+        apart = (
+            p.group * width if p.columns > 1 else p.column_rows * row if p.column_tiles > 1 else p.group_rows * width
+        )
         # The compiler splits this transfer by column and drops an offset of that dimension, so the offset stays 0.
-        heads = (0, p.columns, p.group * width), (kv_head * p.group + member, p.group_rows, width)
-        return (*heads, (step * p.step_rows, p.step_rows, p.heads * width), (0, width, 1))
+        heads = (0, p.herd[0], apart), (first, p.group_rows, width)
+        return (*heads, (step * p.step_rows, p.column_rows, row), (0, width, 1))
 
-    staged = p.columns, p.group_rows, p.step_rows
+    staged = p.herd[0], p.group_rows, p.column_rows
     with b.alloc(air.L2, (*staged, p.width), (*staged, p.head_dim)) as (q_staged, out_staged):
         b.dma(q_staged, b.args["q"].at(*rows_in_ddr(p.width)))
-        with b.herd(p.columns, p.herd_rows) as tile:
+        with b.herd(*p.herd) as tile:
             e = limits.BLOCK
             with b.alloc(air.L1, (p.tile_q // e, p.width // e, e, e)) as (q,):
                 b.dma(q, q_staged.at(*_blocks(p, tile, p.width)))
-                _attend(b, p, q, tile[0] if isinstance(kv_head, int) else kv_head + tile[0])
+                # Where columns have a KV head each, a step that has all of them has no index of its own.
+                of_column = tile[0] if isinstance(kv_head, int) else kv_head + tile[0]
+                _attend(b, p, q, of_column if p.columns > 1 else kv_head)
                 b.dma(out_staged.at(*_blocks(p, tile, p.head_dim)), q.at((0, p.tile_q * p.head_dim, 1)))
         b.dma(b.args["out"].at(*rows_in_ddr(p.head_dim)), out_staged)
 
@@ -443,10 +486,10 @@ def _blocks(p: Tiling, tile: tuple[Index, Index], width: int) -> Pattern:
     """Return the pattern that walks a tile's rows in L2, of `width` elements each, in 8x8 blocks."""
     e, rows = limits.BLOCK, p.tile_q * width
     blocks = (0, p.tile_q // e, e * width), (0, width // e, e), (0, e, width), (0, e, 1)
-    return (tile[0], 1, p.herd_rows * rows), (tile[1], 1, rows), *blocks
+    return (tile[0], 1, p.herd[1] * rows), (tile[1], 1, rows), *blocks
 
 
-def _attend(b: Builder, p: Tiling, q: MemRef, kv_head: Index) -> None:
+def _attend(b: Builder, p: Tiling, q: MemRef, kv_head: Number) -> None:
     """Compute attention of one query tile over all key tiles. The result overwrites the first elements of `q`."""
     sums = ((p.tile_q, p.head_dim), "f32"), (stats_shape(p.tile_q, p.stored), "f32")
     scores = scores_shape(p.tile_q, p.tile_k, p.stored), "f32"

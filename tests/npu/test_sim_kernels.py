@@ -443,6 +443,25 @@ def test_flash_attention_over_the_last_positions(sees: int, pos: int) -> None:
     attend(128, 256, 3, 1, 32, pos, 3.0, sees=sees, scalar=20.0)
 
 
+@pytest.mark.parametrize(
+    "shape, pos, herd",
+    [
+        pytest.param((512, 512, 4, 1, 64), 0, (8, 4), id="row tiles"),
+        pytest.param((256, 512, 2, 1, 256), 9, (8, 4), id="row tiles in rows as well"),
+        pytest.param((256, 512, 12, 2, 128), 100, (8, 3), id="row tiles, a group in two passes"),
+        pytest.param((96, 192, 14, 2, 64), 37, (7, 2), id="heads of a group"),
+        pytest.param((128, 256, 16, 1, 32), 5, (8, 4), id="heads of a group in rows as well"),
+    ],
+)
+def test_attention_of_few_kv_heads_takes_all_columns(
+    shape: tuple[int, int, int, int, int], pos: int, herd: tuple[int, int]
+) -> None:
+    """Columns take row tiles, or query heads of a group, of one KV head."""
+    seq, window, *heads = shape
+    assert flash_attention.tile(seq, *heads, window).herd == herd
+    attend(*shape, pos, 1.0)
+
+
 def attend(seq: int, window: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float, **scores: Any) -> None:
     """Compare attention with its reference."""
     q, k, v, kv = attention_case(seq, window, heads, kv_heads, dim, pos, scale)

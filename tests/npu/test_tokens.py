@@ -154,7 +154,7 @@ def test_logits_of_several_tokens_lie_without_gaps() -> None:
 
 @pytest.mark.parametrize("name", sorted(JUDGED | FAMILIES))
 def test_steps_of_a_feed_forward_network_take_turns_in_l2(name: str) -> None:
-    """One buffer is filled while another is read. Their steps are an even number, of an odd one there would be three."""
+    """One buffer is filled while another is read. Steps are an even number: of an odd one there would be three."""
     config, norm = (JUDGED | FAMILIES)[name], rms_norm.Norm(1e-5)
     for form, count in itertools.product((formats()[bits] for bits in ("int4", "int6", "int8")), (1, *COUNTS)):
         assert feed_forward.tile(form, config.emb, config.ffn, norm, tokens=Tokens(count)).staging.buffers == 2
