@@ -70,7 +70,8 @@ class Tiling:
 
     Each core accumulates a tile of `tile_m` x `tile_n` outputs. `x` passes through L2 once per block of output columns.
     It cannot stay there while all weights pass by: a memory tile sends once what it received once, because the compiler
-    counts who takes a buffer, and not how often.
+    counts who takes a buffer, and not how often. Where the output columns are no multiple of a large block, a second
+    launch with fewer rows of cores computes what the blocks leave.
     """
 
     rows: int
@@ -97,6 +98,8 @@ class Tiling:
     """Whether the product's columns alternate between eight of the gate and eight of up, whose SwiGLU is the output."""
     activation: int = 0
     """The gated activation, by its place in `ACTIVATIONS`."""
+    rest_rows: int = 0
+    """Rows of the herd of a second launch; 0 for none."""
 
     @property
     def block_m(self) -> int:
@@ -114,8 +117,13 @@ class Tiling:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Steps of the launch: blocks of rows, and for each of them blocks of output columns."""
+        """Steps of the first launch: blocks of rows, and for each of them blocks of output columns."""
         return self.rows // self.block_m, self.out_cols // self.block_n
+
+    @property
+    def passes(self) -> int:
+        """How often all of `x` passes through L2."""
+        return self.steps[1] + bool(self.rest_rows)
 
     @property
     def out_n(self) -> int:
@@ -179,6 +187,7 @@ class Tiling:
         return (
             f"gemm {self.rows}x{self.cols}x{self.out_cols}: herd {limits.COLUMNS}x{self.herd_rows}, tile "
             f"{self.tile_m}x{self.tile_k}x{self.tile_n}, {self.x_chunk} columns of x at a time"
+            f"{f', {self.rest_rows} rows of cores for the rest' if self.rest_rows else ''}"
             f"{', out V halves of KV' if self.head_dim else ''}{', SwiGLU' if self.swiglu else ''}"
         )
 
@@ -196,9 +205,10 @@ def tile(
 ) -> Tiling:
     """Divide a product so that it moves the fewest bytes from and to DDR, which favours large output tiles.
 
-    A core makes an even number of steps (`limits.steady`) wherever the shape allows it. Per step, a weight takes one
-    descriptor if it can: of several, the compiler frees only one. Arguments as in `Tiling`. UserError names the limit
-    that no tile size meets.
+    There is a second launch where it saves more than `_LAUNCH_BYTES`, or where no division does without. A core makes
+    an even number of steps (`limits.steady`) wherever the shape allows it. Per step, a weight takes one descriptor if
+    it can: of several, the compiler frees only one. Arguments as in `Tiling`. UserError names the limit that no tile
+    size meets.
     """
     what = f"gemm {rows}x{cols}x{out_cols}"
     limits.require_multiple(what, "rows", rows, limits.COLUMNS * limits.BLOCK)
@@ -206,7 +216,9 @@ def tile(
     limits.require_multiple(what, "out_cols", out_cols, 2 * limits.BLOCK)
     herd_rows = max(r for r in (1, 2, 4) if out_cols % (r * 2 * limits.BLOCK) == 0)
     depth = _LINE_INPUTS if bfp16 and cols % _LINE_INPUTS == 0 else limits.BLOCK
+    steps = f"descriptors of at most {limits.ITERATIONS} steps"
     chunk, depths = _chunk(cols, depth)
+    limits.require_any(what, steps, depths)
     tilings = [
         Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, bfp16, swiglu)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
@@ -214,13 +226,20 @@ def tile(
         for k in depths
         if herd_rows * n % (head_dim or 1) == 0
     ]
+    tilings += [
+        Tiling(rows, cols, out_cols, limits.ROWS, m, n, k, chunk, head_dim, bfp16, swiglu, rest_rows=rest)
+        for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
+        for n in limits.divisors(out_cols, 2 * limits.BLOCK, 2 * TILE)
+        for k in depths
+        if out_cols > limits.ROWS * n and (rest := out_cols // n % limits.ROWS) and n % (head_dim or 1) == 0
+    ]
     # Streams of a weight in block floating point begin at lines: gaps between them take one more dimension in L1.
     tilings = [p for p in tilings if p.weight_tile[1] == p.run or p.run <= limits.WRAP]
     limits.require_any(what, f"whole heads of {head_dim} into {herd_rows * 2 * TILE} columns", tilings)
     tilings = limits.require_any(what, limits.IN_L1, (p for p in tilings if limits.fits_l1(*_l1(p))))
     tilings = limits.require_any(what, limits.IN_L2, (p for p in tilings if sum(_l2(p)) <= limits.L2_BYTES))
-    cuttable = (p for p in tilings if limits.cuttable(p.out_cols // p.block_n))
-    tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
+    cuttable = (p for p in tilings if limits.cuttable(p.steps[1]))
+    tilings = limits.require_any(what, steps, cuttable)
     return min(limits.steady_first(what, tilings, lambda p: p.core_steps), key=_rank)
 
 
@@ -238,8 +257,12 @@ def _chunk(cols: int, depth: int) -> tuple[int, list[int]]:
 
 def _rank(p: Tiling) -> tuple[float, ...]:
     """Return the rank of a tiling: the lowest is the best."""
-    split = p.weight_descriptors > 1
-    return not limits.steady(p.core_steps), ddr_bytes(p), p.tile_k < 32, -p.tile_m * p.tile_n, split, -p.tile_k
+    split, moved = p.weight_descriptors > 1, ddr_bytes(p) + _LAUNCH_BYTES * bool(p.rest_rows)
+    return not limits.steady(p.core_steps), moved, p.tile_k < 32, -p.tile_m * p.tile_n, split, -p.tile_k
+
+
+_LAUNCH_BYTES = 24_000_000
+"""Bytes that DDR brings in the time that a launch takes to load its cores: 0.4 ms at 60 GB/s (`doit estimate`)."""
 
 
 def _l1(p: Tiling) -> tuple[int, int, int]:
@@ -256,9 +279,8 @@ def _l2(p: Tiling) -> tuple[int, int]:
 
 def ddr_bytes(p: Tiling) -> int:
     """Return the bytes that the whole product reads from and writes to DDR."""
-    down, across = p.steps
     weight = p.cols * p.out_cols * (block_float.BYTES / limits.BLOCK if p.bfp16 else BF16)
-    return int(BF16 * p.rows * (p.cols * across + p.out_width) + weight * down)
+    return int(BF16 * p.rows * (p.cols * p.passes + p.out_width) + weight * p.steps[0])
 
 
 def build(tiling: Tiling) -> AirModule:
@@ -278,17 +300,33 @@ def build(tiling: Tiling) -> AirModule:
         )
     b = air.Builder("gemm", types)
     with b.launch(*p.steps) as (i, j), b.segment():
-        _stream(b, p, i * p.block_m, j)
+        _stream(b, p, i * p.block_m, Columns(p, j))
+    if p.rest_rows:
+        with b.launch(p.steps[0], 1) as (i, _), b.segment():
+            _stream(b, replace(p, herd_rows=p.rest_rows), i * p.block_m, Columns(p, p.steps[1]))
     return b.finish()
 
 
-def _stream(b: Builder, p: Tiling, row: Index, j: Index) -> None:
-    """Compute rows `row` to `row + block_m` of block `j` of output columns; `x` passes through L2 chunk by chunk."""
+@frozen
+class Columns:
+    """A block of output columns."""
+
+    of: Tiling
+    """How the blocks before it are divided."""
+    number: Number
+
+    def first(self, unit: int) -> Number:
+        """Return its first column, in units of so many, of which tiles have a whole number."""
+        return self.number * (self.of.herd_rows * self.of.out_n // unit)
+
+
+def _stream(b: Builder, p: Tiling, row: Index, columns: Columns) -> None:
+    """Compute rows `row` to `row + block_m` of a block of output columns; `x` passes through L2 chunk by chunk."""
     channel = b.channel((limits.COLUMNS, 1), (limits.COLUMNS, p.herd_rows))
     with b.loop(p.cols // p.x_chunk) as chunk:
         for column in range(limits.COLUMNS):
             _pass_chunk(b, p, channel, column, row + column * p.tile_m, chunk * p.x_chunk)
-    _block(b, p, row, j, lambda a, step, tile: b.get(channel, tile, a))
+    _block(b, p, row, columns, lambda a, step, tile: b.get(channel, tile, a))
 
 
 def _pass_chunk(b: Builder, p: Tiling, channel: Channel, column: int, row: Index, first: Number) -> None:
@@ -301,17 +339,17 @@ def _pass_chunk(b: Builder, p: Tiling, channel: Channel, column: int, row: Index
             b.put(channel, (column, 0), x.at((0, m // e, e * n), (step * (k * e), k * e, 1)))
 
 
-def _block(b: Builder, p: Tiling, row: Index, j: Number, fetch: Fetch) -> None:
-    """Compute the block of outputs from row `row` and column block `j` in one herd, and move it by way of L2 to DDR."""
+def _block(b: Builder, p: Tiling, row: Index, columns: Columns, fetch: Fetch) -> None:
+    """Compute the outputs of a block of columns from row `row` on in one herd, and move them by way of L2 to DDR."""
     m, n, r = p.tile_m, p.out_n, p.herd_rows
     with b.alloc(air.L2, (limits.COLUMNS, r, m, n)) as (staged,):
         with b.herd(limits.COLUMNS, r) as tile, b.alloc(air.L1, (2, m, p.tile_n)) as (acc,):
             b.call(p.variant, "gemm_zero", acc)
-            _accumulate(b, p, acc, j * r + tile[1], tile, fetch)
+            _accumulate(b, p, acc, columns.first(n) + tile[1], tile, fetch)
             b.call(p.variant, "gemm_out", acc)
             b.dma(staged.at(*_by_rows(p, tile)), acc.at((0, 1, m * n), (0, m, n), (0, n, 1)))
         source = ((0, limits.COLUMNS, r * m * n), (0, m, n), (0, r, m * n), (0, n, 1))
-        b.dma(b.args["out"].at(*_drain(p, row, j)), staged.at(*source))
+        b.dma(b.args["out"].at(*_drain(p, row, columns)), staged.at(*source))
 
 
 def _accumulate(b: Builder, p: Tiling, acc: MemRef, col: Index, tile: tuple[Index, Index], fetch: Fetch) -> None:
@@ -332,7 +370,7 @@ def _by_rows(p: Tiling, tile: tuple[Index, Index]) -> Dims:
     return (*place, (0, m // e, e * n), (0, n // e, e), (0, e, n), (0, e, 1))
 
 
-def _drain(p: Tiling, row: Index, j: Number) -> Dims:
+def _drain(p: Tiling, row: Index, columns: Columns) -> Dims:
     """Return the pattern of a block of outputs in DDR.
 
     The offset of the array's columns stays 0: the compiler splits the transfer by them and drops an offset of that
@@ -340,9 +378,9 @@ def _drain(p: Tiling, row: Index, j: Number) -> Dims:
     """
     m, n, r, hd, width = p.tile_m, p.out_n, p.herd_rows, p.head_dim, p.out_width
     if hd is None:
-        return ((0, limits.COLUMNS, m * width), (row, m, width), (j * r, r, n), (0, n, 1))
+        return ((0, limits.COLUMNS, m * width), (row, m, width), (columns.first(n), r, n), (0, n, 1))
     heads, wide = r * n // hd, 2 * p.out_cols
-    return ((0, limits.COLUMNS, m * wide), (row, m, wide), (j * heads, heads, 2 * hd), (hd, hd, 1))
+    return ((0, limits.COLUMNS, m * wide), (row, m, wide), (columns.first(hd), heads, 2 * hd), (hd, hd, 1))
 
 
 _PARAMS = "rows cols out_cols"

@@ -300,6 +300,26 @@ def test_gemm(rows: int, cols: int, out_cols: int, options: dict, x_chunk: int |
     assert_close(got, want, product_bound(x, weight, want))
 
 
+@pytest.mark.parametrize(
+    "rows, out_cols, options, rest",
+    [
+        pytest.param(128, 2144, {}, 3, id="bf16"),
+        pytest.param(64, 1376, {"swiglu": True, "bfp16": True}, 3, id="SwiGLU"),
+        pytest.param(64, 2144, {"head_dim": 32, "bfp16": True}, 3, id="halves of heads"),
+    ],
+)
+def test_a_second_launch_computes_the_columns_that_blocks_leave(
+    rows: int, out_cols: int, options: dict, rest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of one launch."""
+    monkeypatch.setattr(gemm, "_LAUNCH_BYTES", -1 << 40)
+    tiling = gemm.tile(rows, 64, out_cols, **options)
+    assert tiling.rest_rows == rest
+    x, weight = random(rows, 64, seed=9), random(out_cols, 64, seed=10)
+    alone = replace(tiling, herd_rows=1, tile_n=tiling.tile_n, rest_rows=0)
+    np.testing.assert_array_equal(run_gemm(tiling, x, weight), run_gemm(alone, x, weight))
+
+
 class _FewerSums(gemm.Tiling):
     @property
     def variant(self) -> Variant:
