@@ -209,12 +209,13 @@ class Builder:
     # hierarchy
 
     @contextmanager
-    def launch(self, outer: int = 1, inner: int = 1) -> Iterator[tuple[Index, Index]]:
+    def launch(self, outer: int = 1, inner: int = 1, together: bool = True) -> Iterator[tuple[Index, Index]]:
         """Repeat the body for a grid of steps, and yield the position in it.
 
-        Steps of the second dimension can be issued together. So a grid of one dimension is one of the second.
+        Steps of the second dimension can be issued together. So a grid of one dimension is one of the second, unless
+        its steps are not to be issued `together`.
         """
-        if inner == 1:
+        if inner == 1 and together:
             with self._level(dialect.LaunchOp, (1, outer)) as (one, step):
                 yield step, one
         else:

@@ -302,7 +302,8 @@ def build(tiling: Tiling) -> AirModule:
     with b.launch(*p.steps) as (i, j), b.segment():
         _stream(b, p, i * p.block_m, Columns(p, j))
     if p.rest_rows:
-        with b.launch(p.steps[0], 1) as (i, _), b.segment():
+        # As few of its steps would be issued together, so would be of the first launch: the compiler has one number.
+        with b.launch(p.steps[0], together=False) as (i, _), b.segment():
             _stream(b, replace(p, herd_rows=p.rest_rows), i * p.block_m, Columns(p, p.steps[1]))
     return b.finish()
 
