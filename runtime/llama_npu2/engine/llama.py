@@ -362,12 +362,14 @@ class Llama(Engine):
         ids = generation.ids
         with self._alone():
             drafted, logits = self._next(generation, drafts)
+            pieces = generation.take(logits[0])  # as long as nobody else overwrites them
         accepted = 0
-        for row, token in zip(logits, [*drafted, None], strict=True):
-            yield from generation.take(row)
-            if generation.finished or ids[-1] != token:
+        for token, row in zip([*drafted, None], [*logits[1:], None], strict=True):
+            yield from pieces
+            if generation.finished or ids[-1] != token or row is None:
                 break
             accepted += 1
+            pieces = generation.take(row)
         if drafts and drafted:
             self.rewind(common_prefix(self._cached, ids[:-1]))
             drafts.note(generation, len(drafted), accepted)
