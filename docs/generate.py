@@ -80,8 +80,7 @@ def model_families() -> str:
         "# Model families",
         "",
         "A family is a module of `stages/model/families`. "
-        "A target that a family or a size does not run on says so in one line: "
-        "the NPU has no room for the rows of Seed-OSS-36B.",
+        "A target that a family or a size does not run on says so in one line.",
         "",
         "| family | `model_type` | architectures | in GGUF files | targets | sizes for `model=random:` |",
         "|---|---|---|---|---|---|",

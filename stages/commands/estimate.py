@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llama_npu2.errors import UserError
 from stages.engine.files import write_json
 from stages.estimate.constants import Machine
 from stages.estimate.price import compiled_code
@@ -51,6 +52,8 @@ def _report(build: Build, machine: Machine) -> None:
     sizes["together"] = options.sequence_counts()
     estimates = {name: Estimate(config, name, *chosen, second_copy=options.second_copy, **sizes) for name in GROUPINGS}
     grouping, composed = build.grouping_name, build.grouping
+    # Others are for comparison, if the array takes their programs.
+    estimates = {name: estimate for name, estimate in estimates.items() if name == grouping or _fits(estimate)}
     estimates[grouping] = replace(estimates[grouping], code_bytes=compiled_code(build.directory))
     plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
     locked = locked_memory(plan, stored, composed, build.buckets, build.policy, options.second_copy)
@@ -67,3 +70,11 @@ def _report(build: Build, machine: Machine) -> None:
     page(found).write(where / "estimate.html")
     if not options.json:
         print(f"\n{where / 'estimate.html'}")
+
+
+def _fits(estimate: Estimate) -> bool:
+    """Return whether the array has room for all programs."""
+    try:
+        return bool(estimate.modules)
+    except UserError:
+        return False

@@ -32,6 +32,8 @@ class Tiling:
     """Columns of the herd, which has one row."""
     head_dim: int | None = None
     """If given, the rows are the V halves of `[K | V]` heads of this size; if None, plain rows."""
+    parts: int = 1
+    """Steps of the launch, each of which adds a part of the bias to a part of all rows."""
 
     @property
     def steps(self) -> int:
@@ -40,8 +42,8 @@ class Tiling:
 
     @property
     def share(self) -> int:
-        """Elements of a row that a core has."""
-        return self.cols // self.columns if self.rows == 1 else self.cols
+        """Elements of a row that a core has at a time."""
+        return self.cols // (self.columns if self.rows == 1 else self.parts)
 
     @property
     def costs(self) -> Mapping[str, Cost]:
@@ -73,11 +75,12 @@ def tile(rows: int, cols: int, head_dim: int | None = None) -> Tiling:
     what = f"bias of {rows}x{cols}"
     limits.require_multiple(what, "cols", cols, limits.VECTOR // 2)
     herds = elementwise.divisors_of_herd(cols if rows == 1 else rows)
-    tilings = [Tiling(rows, cols, columns, head_dim) for columns in herds]
+    parts = limits.divisors(cols // (head_dim or 1))[::-1] if rows > 1 else [1]
+    tilings = [Tiling(rows, cols, columns, head_dim, some) for some in parts for columns in herds]
     tilings = [p for p in tilings if p.share % (limits.VECTOR // 2) == 0]
-    row = BF16 * cols
-    fitting = (p for p in tilings if limits.fits_l1(2 * limits.copies(p.steps) * row, row))
-    return limits.steady_first(what, limits.require_any(what, limits.IN_L1, fitting), lambda p: p.steps)[0]
+    fitting = (p for p in tilings if limits.fits_l1(BF16 * (2 * limits.copies(p.steps) + 1) * p.share))
+    tilings = limits.require_any(what, limits.IN_L1, fitting)
+    return limits.steady_first(what, (p for p in tilings if p.parts == tilings[0].parts), lambda p: p.steps)[0]
 
 
 def biased(product: AnyTiling, rows: int, cols: int, head_dim: int | None = None) -> Biased:
@@ -109,13 +112,20 @@ def _add(p: Tiling) -> AirModule:
     shape = (width,) if p.rows == 1 else (p.rows, width)
     b = air.Builder("bias", {"rows": air.memref_type(shape), "bias": air.memref_type((p.cols,))})
     variant = air.Variant.of("add", COUNT=p.share)
-    with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _), b.alloc(air.L1, (p.share,)) as (bias,):
-        first: Number = tx * p.share if p.rows == 1 else 0
+    with (
+        # As few steps would be issued together of other launches as of this one.
+        b.launch(p.parts, together=p.parts == 1) as (part, _),
+        b.segment(),
+        b.herd(p.columns, 1) as (tx, _),
+        b.alloc(air.L1, (p.share,)) as (bias,),
+    ):
+        first: Number = tx * p.share if p.rows == 1 else part * p.share if p.parts > 1 else 0
         b.dma(bias, b.args["bias"].at((first, p.share, 1)))
         with b.loop(p.steps) as i, b.alloc(air.L1, *[(p.share,)] * 2) as (row, out):
             place: list[tuple[Number, int, int]] = [(first, p.share, 1)]
             if p.head_dim:
-                place = [(0, p.cols // p.head_dim, 2 * p.head_dim), (p.head_dim, p.head_dim, 1)]
+                heads = p.share // p.head_dim
+                place = [(part * heads if p.parts > 1 else 0, heads, 2 * p.head_dim), (p.head_dim, p.head_dim, 1)]
             if p.rows > 1:
                 place.insert(0, (tx * p.steps + i, 1, width))
             b.dma(row, b.args["rows"].at(*place))

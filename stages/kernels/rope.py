@@ -110,6 +110,18 @@ class Tiling:
     two input streams."""
     stored: str = "bf16"
     """The format of the cache that `KEYS` go to."""
+    parts: int = 1
+    """Steps of the launch, each of which rotates a part of the heads."""
+
+    @property
+    def part_heads(self) -> int:
+        """Heads that a core has at a time."""
+        return self.heads // self.parts
+
+    @property
+    def part_width(self) -> int:
+        """Elements of an input row that a core has at a time."""
+        return self.width // self.parts
 
     @property
     def out_dtype(self) -> str:
@@ -137,8 +149,8 @@ class Tiling:
 
     @property
     def tile_width(self) -> int:
-        """Elements that a core writes of an output row."""
-        return self.heads * self.half if self.out == KEYS else self.out_width
+        """Elements that a core writes of an output row at a time."""
+        return (self.heads * self.half if self.out == KEYS else self.out_width) // self.parts
 
     @property
     def tile_elements(self) -> int:
@@ -157,7 +169,7 @@ class Tiling:
 
     @property
     def variant(self) -> Variant:
-        sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "ROWS": self.tile_rows}
+        sizes = {"HEADS": self.part_heads, "HEAD_DIM": self.head_dim, "ROWS": self.tile_rows}
         flags = {name: 1 for name, chosen in (("PLACED", self.out == QUERIES), ("NORM", self.norm)) if chosen}
         macros = sizes | flags | (self.norm.macros if self.norm else {}) | kv_rows.macros(self.stored)
         return air.Variant.of("rope", **macros)
@@ -173,20 +185,20 @@ class Tiling:
         It is that of the pairs of each head, and once per row of those of the table, which are split into cosines and
         sines. Heads between positions are stored in parts of one block row each. Norms of heads come on top.
         """
-        pairs = self.head_dim // 2
-        row = (self.heads * 14 + 12) * (pairs // lanes(pairs))
-        row += self.heads * self.norm.vectors(self.head_dim) if self.norm else 0
+        pairs, heads = self.head_dim // 2, self.part_heads
+        row = (heads * 14 + 12) * (pairs // lanes(pairs))
+        row += heads * self.norm.vectors(self.head_dim) if self.norm else 0
         if self.out == QUERIES:
-            row += self.heads * (2 * pairs // limits.BLOCK - 2 * pairs // lanes(pairs) + 1) + 1
+            row += heads * (2 * pairs // limits.BLOCK - 2 * pairs // lanes(pairs) + 1) + 1
         if kv_rows.in_numbers(self.stored):
-            row += self.heads * kv_rows.quantising_vectors(self.head_dim)
+            row += heads * kv_rows.quantising_vectors(self.head_dim)
         return {"rope": Cost(vectors=self.tile_rows * row)}
 
     def __str__(self) -> str:
         out = {ROWS: "rows", KEYS: "K halves of KV", QUERIES: "heads with positions"}[self.out]
         return (
             f"rope {self.rows}x{self.heads}x{self.head_dim}: herd {self.columns}x1, {self.tile_rows} rows at a time, "
-            f"out {out}{', of norms' if self.norm else ''}"
+            f"{f'{self.part_heads} heads, ' if self.parts > 1 else ''}out {out}{', of norms' if self.norm else ''}"
             f"{f', in {self.stored}' if kv_rows.in_numbers(self.stored) else ''}"
         )
 
@@ -208,16 +220,21 @@ def tile(
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     columns = elementwise.divisors_of_herd(rows)[0]
     share = rows // columns
-    tilings = [Tiling(rows, heads, head_dim, out, columns, r, norm, stored) for r in limits.divisors(share, 1, 8)]
+    tilings = [
+        Tiling(rows, heads, head_dim, out, columns, r, norm, stored, parts)
+        for parts in limits.divisors(heads)[::-1]
+        for r in limits.divisors(share, 1, 8)
+    ]
     weight = BF16 * head_dim if norm else 0
     fitting = (p for p in tilings if limits.fits_l1(limits.copies(share // p.tile_rows) * _l1(p), weight))
     tilings = limits.require_any(what, limits.IN_L1, fitting)
-    return limits.steady_first(what, tilings, lambda p: share // p.tile_rows)[0]
+    fewest = (p for p in tilings if p.parts == tilings[0].parts)
+    return limits.steady_first(what, fewest, lambda p: share // p.tile_rows)[0]
 
 
 def _l1(p: Tiling) -> int:
     """Return the bytes of input rows, output rows and rows of the table on a core."""
-    return p.tile_rows * (BF16 * p.width + F32 * p.angles) + SIZES[p.out_dtype] * p.tile_elements
+    return p.tile_rows * (BF16 * p.part_width + F32 * p.angles) + SIZES[p.out_dtype] * p.tile_elements
 
 
 def build(tiling: Tiling) -> AirModule:
@@ -234,12 +251,13 @@ def build(tiling: Tiling) -> AirModule:
     dtypes = {"table": "f32", "out": p.out_dtype}
     types = {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
     b = air.Builder("rope", {name: types[name] for name in ("x", "table", "weight", "out") if name in types})
-    with b.launch(), b.segment():
+    # As few steps would be issued together of other launches as of this one.
+    with b.launch(p.parts, together=p.parts == 1) as (part, _), b.segment():
         angles = _send_angles(b, p) if p.norm else None
         with b.herd(p.columns, 1) as tile, b.alloc(air.L1, *([(p.head_dim,)] if p.norm else [])) as weights:
             for weight in weights:
                 b.get(str(angles), tile, weight)
-            _rotate(b, p, tile, angles, weights)
+            _rotate(b, p, part if p.parts > 1 else 0, tile, angles, weights)
     return b.finish()
 
 
@@ -264,20 +282,27 @@ def _send_angles(b: Builder, p: Tiling) -> Channel:
     return angles
 
 
-def _rotate(b: Builder, p: Tiling, tile: tuple[Index, Index], angles: Channel | None, weights: list[MemRef]) -> None:
-    """Rotate a core's rows. `weights`: that of the norm, if there is one, whose channel brings the angles, too."""
+def _rotate(
+    b: Builder, p: Tiling, part: Number, tile: tuple[Index, Index], angles: Channel | None, weights: list[MemRef]
+) -> None:
+    """Rotate a part of the heads of a core's rows.
+
+    `weights`: that of the norm, if there is one, whose channel brings the angles, too.
+    """
     share = p.rows // p.columns
-    buffers = ((p.tile_rows, p.width), ((p.tile_rows, p.angles), "f32"), ((p.tile_elements,), p.out_dtype))
+    buffers = ((p.tile_rows, p.part_width), ((p.tile_rows, p.angles), "f32"), ((p.tile_elements,), p.out_dtype))
     with b.loop(share // p.tile_rows) as i, b.alloc(air.L1, *buffers) as (x, table, out):
         first = tile[0] * share + i * p.tile_rows
-        b.dma(x, b.args["x"].at(*_rows(p, "x", first), (0, p.width, 1)))
+        b.dma(x, b.args["x"].at(*_rows(p, "x", first), (part * p.part_width, p.part_width, 1)))
         if angles:
             b.get(angles, tile, table)
         else:
             b.dma(table, b.args["table"].at(*_rows(p, "table", first), (0, p.angles, 1)))
         # Buffers that one channel fills are given in its order.
         b.call(p.variant, "rope", x, *weights, table, out, *((p.norm.eps,) if p.norm else ()))
-        heads = [(0, p.heads, 2 * p.half), (0, p.half, 1)] if p.out == KEYS else [(0, p.tile_width, 1)]
+        heads = [(part * p.tile_width, p.tile_width, 1)]
+        if p.out == KEYS:
+            heads = [(part * p.part_heads, p.part_heads, 2 * p.half), (0, p.half, 1)]
         b.dma(b.args["out"].at(*_rows(p, "out", first), *heads), out.at((0, p.tile_rows * p.tile_width, 1)))
 
 

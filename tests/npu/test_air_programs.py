@@ -126,7 +126,7 @@ def _in_herd(op: Operation) -> bool:
         (lambda: gemm.tile(128, 256, 1024, head_dim=1024), "no tile size fits whole heads of 1024 into 512 columns"),
         (lambda: gemm.tile(64, 64, 16 * 1031), "no tile size fits descriptors of at most 64 steps"),
         (lambda: gemm.tile(64, 16 * 131, 64), "no tile size fits descriptors of at most 64 steps"),
-        (lambda: rope.tile(8, 512, 128), "L1"),
+        (lambda: rope.tile(8, 1, 16384), "L1"),
         (lambda: flash_attention.tile(512, 8, 8, 512), "L1"),
         (lambda: gemm.tile(100, 64, 64), "rows = 100"),
         (lambda: gemm.tile(128, 60, 64), "cols = 60"),

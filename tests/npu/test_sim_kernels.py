@@ -18,6 +18,7 @@ from stages.air import AirModule, Variant
 from stages.kernels import (
     Kernel,
     add,
+    bias,
     flash_attention,
     gemm,
     gemv,
@@ -255,6 +256,31 @@ def test_rope(rows: int, heads: int, head_dim: int, out: str, norm: rms_norm.Nor
     # Cosine and sine in two bf16: 2^-17 of each product; a pair's products are at most |x1| + |x2|.
     halves = magnitude(x).reshape(rows, heads, 2, -1).sum(axis=2, keepdims=True).repeat(2, axis=2).reshape(rows, -1)
     assert_close(got, want, ULP * magnitude(want) + 2.0**-16 * halves)
+
+
+@pytest.mark.parametrize("norm", [None, rms_norm.Norm(1e-6)])
+@pytest.mark.parametrize("out", rope.OUTS)
+def test_heads_that_a_core_has_no_room_for_are_rotated_in_parts(out: str, norm: rms_norm.Norm | None) -> None:
+    """With the bits that they have at once."""
+    assert [rope.tile(128, heads, 128, rope.QUERIES).parts for heads in (40, 80)] == [1, 2]
+    x, table = random(16, 6 * 64, seed=7), np.random.default_rng(8).normal(size=(16, 64)).astype(np.float32)
+    table = table if out == rope.ROWS else np.concatenate([table, position_rows(3, 16)], axis=1)
+    whole = rope.tile(16, 6, 64, out, norm)
+    given = x, table, *head_weights(64, 1, norm)
+    found = [execute(rope.build(each), *given, empty(16, whole.out_width)) for each in (whole, replace(whole, parts=3))]
+    assert found[0].tobytes() == found[1].tobytes()
+
+
+@pytest.mark.parametrize("head_dim", [None, 32])
+def test_rows_that_a_core_has_no_room_for_get_their_bias_in_parts(head_dim: int | None) -> None:
+    """The V halves of heads, or all of a row; nothing else is written."""
+    assert [bias.tile(128, cols).parts for cols in (4096, 10240)] == [1, 2]
+    tiling = replace(bias.tile(16, 192, head_dim), parts=3)
+    rows, added = random(16, 192 * (2 if head_dim else 1), seed=7), random(192, seed=8)
+    slots, _ = run(bias._add(tiling).module, (rows.copy(), added))
+    want = rows.reshape(16, -1, 2, head_dim) if head_dim else rows.reshape(16, 6, 1, 32)
+    want[:, :, -1] = add.reference(want[:, :, -1], added.reshape(6, 32))
+    assert slots[0].tobytes() == want.tobytes()
 
 
 def product_bound(x: np.ndarray, weight: np.ndarray, want: np.ndarray) -> np.ndarray:
