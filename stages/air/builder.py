@@ -213,7 +213,8 @@ class Builder:
         """Repeat the body for a grid of steps, and yield the position in it.
 
         Steps of the second dimension can be issued together. So a grid of one dimension is one of the second, unless
-        its steps are not to be issued `together`.
+        its steps are not to be issued `together`: the compiler takes one number of steps for all launches of a module,
+        so a launch that allows few would slow down the others.
         """
         if inner == 1 and together:
             with self._level(dialect.LaunchOp, (1, outer)) as (one, step):

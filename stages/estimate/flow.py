@@ -1,10 +1,9 @@
 """Derives the work of a launch from its operations.
 
-The program decides which transfers and calls wait for one another: those that share a buffer. The compiler makes two of
-a buffer that a loop allocates, or fills from DDR, so it is filled while it is read (`occupancy.Segment.copies`). A
-buffer of a launch step is one, and so is one of L2 that a loop fills through a channel. Steps of a launch grid
-that share descriptors are issued together, and the next ones wait for them. The cost of a tile function's call is given
-by the tiling of its kernel.
+The program decides which transfers and calls wait for one another: those that share a buffer. Where the compiler makes
+two of a buffer, it is filled while it is read (`occupancy.Segment.copies` says of which). A buffer of a launch step is
+one. Steps of a launch grid that share descriptors are issued together, and the next ones wait for them. The cost of a
+tile function's call is given by the tiling of its kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from xdsl.dialects import func, scf
 from xdsl.ir import Block, Operation, SSAValue
 
 from stages.air import analysis, limits
-from stages.air.dialect import L2, ChannelEnd, ChannelPutOp, HerdOp, LaunchOp
+from stages.air.dialect import L2, ChannelPutOp, HerdOp, LaunchOp
 from stages.air.occupancy import Segment
 from stages.air.traffic import Traffic, count_launch
 from stages.estimate.work import (
@@ -110,18 +109,12 @@ class _Launch:
         """Return the work of passes over buffers.
 
         Of buffers that the compiler doubles, the first pass goes part by part, then all parts run at the same time. Of
-        others there are as many as the program has: parts of one buffer follow each other, and those of one channel.
+        others each pass goes part by part.
         """
-        buffers = list(dict.fromkeys(buffer for _, _, touched in parts for buffer in touched))
-        if any(self.counts.copies(buffer) > 1 for buffer in buffers) or not buffers:
-            return Serial(self._chained(parts), Repeat(times - 1, Overlap(*(work for _, work, _ in parts))))
-        by_channel: dict[object, list[Work]] = {}
-        for op, work, _ in parts:
-            ends = ((end.chan_name, type(end)) for end in analysis.moves(op) if isinstance(end, ChannelEnd))
-            for end in dict.fromkeys(ends):
-                by_channel.setdefault(end, []).append(work)
-        passes = Repeat(times, Overlap(self._chained(parts), *(Serial(*works) for works in by_channel.values())))
-        return passes if len(buffers) == 1 else Serial(parts[0][1], passes)
+        buffers = {buffer for _, _, touched in parts for buffer in touched}
+        if buffers and not any(self.counts.copies(buffer) > 1 for buffer in buffers):
+            return Repeat(times, self._chained(parts))
+        return Serial(self._chained(parts), Repeat(times - 1, Overlap(*(work for _, work, _ in parts))))
 
     def _touched(self, op: Operation) -> set[SSAValue]:
         inside = {result for inner in op.walk() for result in inner.results}

@@ -113,19 +113,19 @@ def _add(p: Tiling) -> AirModule:
     b = air.Builder("bias", {"rows": air.memref_type(shape), "bias": air.memref_type((p.cols,))})
     variant = air.Variant.of("add", COUNT=p.share)
     with (
-        # As few steps would be issued together of other launches as of this one.
-        b.launch(p.parts, together=p.parts == 1) as (part, _),
+        b.launch(p.parts, together=False) as (step, _),
         b.segment(),
         b.herd(p.columns, 1) as (tx, _),
         b.alloc(air.L1, (p.share,)) as (bias,),
     ):
-        first: Number = tx * p.share if p.rows == 1 else part * p.share if p.parts > 1 else 0
+        part: Number = step if p.parts > 1 else 0
+        first: Number = (tx if p.rows == 1 else part) * p.share
         b.dma(bias, b.args["bias"].at((first, p.share, 1)))
         with b.loop(p.steps) as i, b.alloc(air.L1, *[(p.share,)] * 2) as (row, out):
             place: list[tuple[Number, int, int]] = [(first, p.share, 1)]
             if p.head_dim:
                 heads = p.share // p.head_dim
-                place = [(part * heads if p.parts > 1 else 0, heads, 2 * p.head_dim), (p.head_dim, p.head_dim, 1)]
+                place = [(part * heads, heads, 2 * p.head_dim), (p.head_dim, p.head_dim, 1)]
             if p.rows > 1:
                 place.insert(0, (tx * p.steps + i, 1, width))
             b.dma(row, b.args["rows"].at(*place))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -220,18 +220,12 @@ def tile(
     chunk, depths = _chunk(cols, depth)
     limits.require_any(what, steps, depths)
     tilings = [
-        Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, bfp16, swiglu)
-        for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
-        for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
-        for k in depths
-        if herd_rows * n % (head_dim or 1) == 0
-    ]
-    tilings += [
-        Tiling(rows, cols, out_cols, limits.ROWS, m, n, k, chunk, head_dim, bfp16, swiglu, rest_rows=rest)
+        Tiling(rows, cols, out_cols, height, m, n, k, chunk, head_dim, bfp16, swiglu, rest_rows=rest)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols, 2 * limits.BLOCK, 2 * TILE)
+        for height, rest in _heights(out_cols // n, herd_rows)
         for k in depths
-        if out_cols > limits.ROWS * n and (rest := out_cols // n % limits.ROWS) and n % (head_dim or 1) == 0
+        if (n if rest else height * n) % (head_dim or 1) == 0
     ]
     # Streams of a weight in block floating point begin at lines: gaps between them take one more dimension in L1.
     tilings = [p for p in tilings if p.weight_tile[1] == p.run or p.run <= limits.WRAP]
@@ -241,6 +235,17 @@ def tile(
     cuttable = (p for p in tilings if limits.cuttable(p.steps[1]))
     tilings = limits.require_any(what, steps, cuttable)
     return min(limits.steady_first(what, tilings, lambda p: p.core_steps), key=_rank)
+
+
+def _heights(tiles: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows of the herds of the first and the second launch that compute so many tiles of a row.
+
+    `most`: of the first launch, if it computes all.
+    """
+    if tiles % most == 0:
+        yield most, 0
+    if tiles > limits.ROWS and tiles % limits.ROWS:
+        yield limits.ROWS, tiles % limits.ROWS
 
 
 def _chunk(cols: int, depth: int) -> tuple[int, list[int]]:
@@ -302,7 +307,6 @@ def build(tiling: Tiling) -> AirModule:
     with b.launch(*p.steps) as (i, j), b.segment():
         _stream(b, p, i * p.block_m, Columns(p, j))
     if p.rest_rows:
-        # As few of its steps would be issued together, so would be of the first launch: the compiler has one number.
         with b.launch(p.steps[0], together=False) as (i, _), b.segment():
             _stream(b, replace(p, herd_rows=p.rest_rows), i * p.block_m, Columns(p, p.steps[1]))
     return b.finish()

@@ -251,8 +251,7 @@ def build(tiling: Tiling) -> AirModule:
     dtypes = {"table": "f32", "out": p.out_dtype}
     types = {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
     b = air.Builder("rope", {name: types[name] for name in ("x", "table", "weight", "out") if name in types})
-    # As few steps would be issued together of other launches as of this one.
-    with b.launch(p.parts, together=p.parts == 1) as (part, _), b.segment():
+    with b.launch(p.parts, together=False) as (part, _), b.segment():
         angles = _send_angles(b, p) if p.norm else None
         with b.herd(p.columns, 1) as tile, b.alloc(air.L1, *([(p.head_dim,)] if p.norm else [])) as weights:
             for weight in weights:

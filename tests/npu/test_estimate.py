@@ -204,7 +204,7 @@ def test_a_gemv_step_fills_l2_and_then_drains_it() -> None:
 def test_a_channel_fills_a_second_buffer_where_one_loop_fills_and_reads(
     together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a buffer that two loops over tiles fill and read the compiler makes no second one: it is filled, then read."""
+    """The compiler makes no second buffer where two loops over tiles fill and read one: it is filled, then read."""
     if not together:
         monkeypatch.setattr(feed_forward, "pass_on", in_two_loops)
     tiling = kernels()["int4_feed_forward"].tiling({"cols": 2048, "ffn": 8192, "eps": 1e-5})  # type: ignore[misc]

@@ -342,7 +342,7 @@ def test_a_second_launch_computes_the_columns_that_blocks_leave(
     tiling = gemm.tile(rows, 64, out_cols, **options)
     assert tiling.rest_rows == rest
     x, weight = random(rows, 64, seed=9), random(out_cols, 64, seed=10)
-    alone = replace(tiling, herd_rows=1, tile_n=tiling.tile_n, rest_rows=0)
+    alone = replace(tiling, herd_rows=1, rest_rows=0)
     np.testing.assert_array_equal(run_gemm(tiling, x, weight), run_gemm(alone, x, weight))
 
 

@@ -68,11 +68,11 @@ class Rows(NamedTuple):
     blocks: np.ndarray
     """I32: where the blocks of the KV cache lie that hold the sequence's positions up to the last row's, in order."""
     address: int
-    """That of `blocks`, which takes numpy longer to say than all else of a submission."""
+    """The address of `blocks`. It is kept, because numpy takes long to say it, beside all else of a submission."""
 
     @staticmethod
     def of(rows: int, pos: int, blocks: np.ndarray) -> Rows:
-        """Return them with the address of their blocks."""
+        """Return rows with the address of their table of blocks."""
         return Rows(rows, pos, blocks, blocks.ctypes.data)
 
 
