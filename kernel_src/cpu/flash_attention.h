@@ -28,8 +28,8 @@ void flash_attention(const bf16 *q, const typename Format::Number *k, const type
     AttentionTile<Format> tile(shape, positions * group, worker);
     Chunks chunks(worker, tiles * shape.kv_heads, 1);
     for (int64_t task, unused; chunks.next(task, unused);) {
-        // The last rows attend the most: they go first, so that the team finishes together.
-        const int64_t first = (tiles - 1 - task / shape.kv_heads) * positions, head = task % shape.kv_heads;
+        // Of a head, the last rows attend the most: they go first, so that the team finishes together.
+        const int64_t first = (tiles - 1 - task % tiles) * positions, head = task / tiles;
         const int64_t count = first + positions < seq ? positions : seq - first, end = pos + first + count;
         const int64_t start = first * stride + head * group * shape.head_dim;
         tile.start(q + start, count, head * group, group, stride);

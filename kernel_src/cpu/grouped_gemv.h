@@ -430,10 +430,18 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
+        if (reads_ahead && is_short()) return run_in<Panels<1>>(x, worker);
         with_grouped_streams<Format>(cols_, [&](auto streams) { run_in<decltype(streams)>(x, worker); });
     }
 
 private:
+    // Whether so little is read that it is over before the machine's own requests for several streams run far enough ahead: then a
+    // worker reads all of its share in one, which does not begin anew with each chunk.
+    bool is_short() const {
+        return ISA_LANES == 16 && cols_ <= 2048 && panel_count(out_cols_) * GroupedPanel<Format>::size(cols_) <= short_bytes;
+    }
+    static constexpr int64_t short_bytes = 1 << 22;
+
     // Where few streams are read and an output has as many weights, each of them is a stream.
     static constexpr bool paired = Epilogue::weights > 1 && Epilogue::weights == narrow_streams;
 
@@ -441,7 +449,7 @@ private:
     void run_in(const bf16 *x, Worker &worker) {
         const int64_t panel_bytes = GroupedPanel<Format>::size(cols_) * Epilogue::weights;
         Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes);
-        each_panels<std::conditional_t<paired && Streams::value == narrow_streams, Panels<1>, Streams>>(
+        each_panels<std::conditional_t<paired && Streams::value <= narrow_streams, Panels<1>, Streams>>(
             chunks, epilogue_,
             [&] { prepare(x, worker); },
             [&](auto some, Turn &turn, const Epilogue &epilogue) { multiply<decltype(some)>(turn, epilogue); });

@@ -48,10 +48,9 @@ int available_cpus(cpu_set_t &set) {
 void run_calls(Team *team, Worker *worker) {
     worker->lap = team->laps == nullptr ? nullptr : team->laps + worker->thread * team->laps_each;
     worker->laps_end = team->laps == nullptr ? nullptr : worker->lap + team->laps_each;
-    for (int64_t i = 0; i < team->count; i++) {
-        team->calls[i].entry(team->calls[i].slots, &team->dims, worker);
-        worker->barrier();
-    }
+    Chunks::keep_up(*worker);
+    for (int64_t i = 0; i < team->count; i++) team->calls[i].entry(team->calls[i].slots, &team->dims, worker);
+    worker->barrier();
 }
 
 struct Start {
@@ -121,7 +120,8 @@ void restart_after_fork(Team *team) {
 extern "C" void team_destroy(Team *team) {
     if (team == nullptr) return;
     if (team->process == getpid()) stop_threads(team);
-    for (int i = 0; team->workers != nullptr && i < team->threads; i++) team->workers[i].own.release();
+    for (int i = 0; team->workers != nullptr && i < team->threads; i++)
+        for (Scratch *area : {&team->workers[i].own, &team->workers[i].results}) area->release();
     for (Scratch &area : team->state.shared) area.release();
     free(team->workers);
     free(team->handles);
@@ -140,6 +140,7 @@ extern "C" Team *team_create(int threads) {
     team->state.spin_ns = team->crowded ? 0 : barrier_spin_ns;
     team->idle_spin_ns = team->crowded ? 0 : idle_spin_ns;
     team->workers = static_cast<Worker *>(aligned_alloc(64, sizeof(Worker) * static_cast<size_t>(team->threads)));
+    team->state.workers = team->workers;
     team->handles = static_cast<pthread_t *>(calloc(static_cast<size_t>(team->threads), sizeof(pthread_t)));
     if (team->workers != nullptr)
         for (int i = 0; i < team->threads; i++) {

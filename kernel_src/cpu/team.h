@@ -118,9 +118,8 @@ struct Scratch {
 // What the workers of a team share. Lines that different threads write are kept apart.
 struct TeamState {
     int64_t spin_ns = 0;
+    struct Worker *workers = nullptr;
     alignas(64) Progress done;  // indices of loops (Chunks) whose work is done
-    // Dynamic distribution: number of the loop (24 bits), next index to hand out (40 bits).
-    alignas(64) std::atomic<uint64_t> handed_out{0};
     alignas(64) std::atomic<uint32_t> scratch_lock{0};
     Scratch shared[2];
 };
@@ -139,7 +138,9 @@ struct alignas(64) Worker {
     uint32_t shared = 0;  // uses of shared scratch so far
     Lap *lap = nullptr;   // of the next launch; where laps end if none is noted
     Lap *laps_end = nullptr;
-    Scratch own;
+    Scratch own, results;
+    // How far its share of a loop is handed out: number of the loop (24 bits), next index (40 bits). Others take from it, too.
+    alignas(64) std::atomic<uint64_t> handed_out{0};
 
     // Returns when the work of all loops before it is done, by whomever. It does not wait for workers that have
     // no part in that: one whose core is taken away follows later, finds nothing left to do, and holds nobody up.
@@ -148,6 +149,14 @@ struct alignas(64) Worker {
         const int64_t since = lap != laps_end ? now_ns() : 0;
         state->done.wait(ahead, state->spin_ns);
         if (lap != laps_end) lap->waited += now_ns() - since;
+    }
+
+    // Asks for the first lines of this worker's share of weights that it reads next. While workers wait for each other, memory is
+    // idle, and what begins a stream takes as long to come as much that follows it.
+    void ask(const void *weights, int64_t bytes) const {
+        constexpr int64_t lines = 16;
+        const char *own = static_cast<const char *>(weights) + bytes / 64 * thread / threads * 64;
+        for (int64_t line = 0; line < lines; line++) __builtin_prefetch(own + line * 64, 0, 2);
     }
 
     // One of the launches that a program consists of.
@@ -165,6 +174,9 @@ struct alignas(64) Worker {
         return static_cast<T *>(own.at_least(static_cast<size_t>(count) * sizeof(T)));
     }
 
+    // Memory of this worker alone for what every worker computes for itself, valid until the program ends.
+    char *own_results(int64_t bytes) { return static_cast<char *>(results.at_least(static_cast<size_t>(bytes))); }
+
     // Memory that the team shares, the same for all workers that ask for the same size at the same
     // place of the program, to be touched inside loops only. The user must pass a barrier between writing and
     // finishing: then no work is left of the use before the last one, and two areas are enough.
@@ -179,25 +191,26 @@ struct alignas(64) Worker {
     }
 };
 
-// Hands the indices 0 .. count-1 to the workers in chunks, in order, to whoever comes first. Everything that a
+// Hands the indices 0 .. count-1 to the workers in chunks. Each worker has a share of neighbouring indices, which it takes in order,
+// and when nothing is left of it, takes from the others' shares. So a worker seldom touches a line that another one writes, which
+// takes most of a microsecond where they have no cache in common, and reads the same weights for each token. Everything that a
 // kernel writes for others, and everything that it reads of theirs, belongs to an index that was handed out.
 //
-// A worker leaves a loop only when all of it is handed out. So the shared counter needs no reset:
-// whoever first enters the next loop restarts it, and a latecomer that finds a later loop's number
-// knows that nothing is left of its own. What a worker was given counts as done when its Chunks go out of scope,
-// which must be before the next barrier.
+// A worker leaves a loop only when all of it is handed out. So counters need no reset: whoever first takes from a share restarts
+// its counter, and a latecomer that finds a later loop's number knows that nothing is left of its own loop. What a worker was given
+// counts as done when its Chunks go out of scope, which must be before the next barrier.
 class Chunks {
 public:
-    // Chunks of `most`, and towards the end halves of that and so on, while they are larger than `least`, so that the
+    // Chunks of `most`, and towards the end of a share halves of that and so on, while they are larger than `least`, so that the
     // workers finish together. By halves, because kernels have code for so many at a time.
     Chunks(Worker &worker, int64_t count, int64_t most, int64_t least)
-        : counter_(worker.threads == 1 ? &alone_ : &worker.state->handed_out),
-          loop_(static_cast<uint64_t>(++worker.loop) << index_bits),
+        : workers_(worker.threads == 1 ? &worker : worker.state->workers),
+          loop_(first_index(++worker.loop)),
           count_(count),
           most_(most < 1 ? 1 : most),
           least_(least < 1 ? 1 : least),
           threads_(worker.threads),
-          alone_(0),
+          owner_(worker.thread),
           done_(worker.threads == 1 ? nullptr : &worker.state->done) {
         worker.ahead += static_cast<uint32_t>(count);
     }
@@ -209,37 +222,64 @@ public:
 
     // The next chunk is [begin, end); false when nothing is left.
     bool next(int64_t &begin, int64_t &end) {
-        uint64_t seen = counter_->load(std::memory_order_relaxed);
+        for (; visited_ < threads_; visited_++, owner_ = owner_ + 1 < threads_ ? owner_ + 1 : 0)
+            if (take(begin, end)) return true;
+        return false;
+    }
+
+    // Called where a submission begins. Shares that have no indices leave their counters behind, and one that is 2^23 loops old
+    // would look like a later loop's.
+    static void keep_up(Worker &worker) {
+        const uint64_t now = first_index(worker.loop);
+        uint64_t seen = worker.handed_out.load(std::memory_order_relaxed);
+        if (static_cast<int64_t>(seen - now) < 0) worker.handed_out.compare_exchange_strong(seen, now, std::memory_order_relaxed);
+    }
+
+private:
+    static constexpr int index_bits = 40;
+
+    static uint64_t first_index(uint32_t loop) { return static_cast<uint64_t>(loop) << index_bits; }
+
+    // Where the share of a worker begins. Shares are whole chunks of `least`, and where these do not come out even, the first
+    // workers have more.
+    int64_t share_begin(int64_t worker) const {
+        const int64_t chunks = (count_ + least_ - 1) / least_, begin = (chunks * worker + threads_ - 1) / threads_ * least_;
+        return begin < count_ ? begin : count_;
+    }
+
+    // The next chunk of the share of worker `owner_`.
+    bool take(int64_t &begin, int64_t &end) {
+        std::atomic<uint64_t> &next = workers_[owner_].handed_out;
+        const int64_t first = share_begin(owner_), last = share_begin(owner_ + 1);
+        uint64_t seen = next.load(std::memory_order_relaxed);
         for (;;) {
             const int64_t ahead = static_cast<int64_t>(seen - loop_) >> index_bits;
-            begin = ahead < 0 ? 0 : static_cast<int64_t>(seen - loop_);
-            if (ahead > 0 || begin >= count_) return false;
-            end = begin + chunk(count_ - begin);
-            const uint64_t taken = loop_ | static_cast<uint64_t>(end);
-            if (counter_->compare_exchange_weak(seen, taken, std::memory_order_relaxed)) {
+            begin = ahead < 0 ? first : static_cast<int64_t>(seen - loop_);
+            if (ahead > 0 || begin >= last) return false;
+            end = begin + chunk(last - begin);
+            if (next.compare_exchange_weak(seen, loop_ | static_cast<uint64_t>(end), std::memory_order_relaxed)) {
                 given_ += static_cast<uint32_t>(end - begin);
                 return true;
             }
         }
     }
 
-private:
-    static constexpr int index_bits = 40;
-
+    // Of what is left of a share; at most half of it, where others may take the rest.
     int64_t chunk(int64_t left) const {
+        const int64_t parts = threads_ == 1 ? 1 : 2;
         int64_t some = most_;
-        while (some > least_ && some * threads_ > left) some /= 2;
+        while (some > least_ && some * parts > left) some /= 2;
         return some < left ? some : left;
     }
 
-    std::atomic<uint64_t> *counter_;
+    Worker *workers_;
     uint64_t loop_;
-    int64_t count_, most_, least_, threads_;
-    std::atomic<uint64_t> alone_;
+    int64_t count_, most_, least_, threads_, owner_, visited_ = 0;
     Progress *done_;
     uint32_t given_ = 0;
 };
 
+// A program. It begins with a barrier, behind which is what the programs before it made.
 struct Call {
     void (*entry)(void *const *slots, const Dims *dims, Worker *worker);
     void *const *slots;

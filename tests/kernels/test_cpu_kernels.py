@@ -710,6 +710,29 @@ def test_every_index_is_handed_out_once(library, threads):
     team.close()
 
 
+def test_every_worker_begins_with_a_share_of_its_own(library):
+    team = Kernels(library, "portable", 3)
+    for _ in range(20):
+        owners = guarded(np.full(3 * 5 + 1, -1, np.int32))
+        owners[-1] = 0
+        team("shares", owners, 5)
+        assert owners.tolist() == [*np.repeat([0, 1, 2], 5), 3]
+    team.close()
+
+
+def test_a_share_that_was_empty_for_long_is_handed_out(library):
+    team = Kernels(library, "portable", 3)
+    counts = guarded(np.zeros(9, np.int32))
+    for _ in range(2):
+        team("count", counts, 9, 1)
+        # The number of a loop has 24 bits: of two, the one that is less than half of them further is the later one.
+        for _ in range(3):
+            team("age", 1 << 22)
+    team("count", counts, 9, 1)
+    assert counts.tolist() == [3] * 9
+    team.close()
+
+
 def test_team_size_and_repeated_submissions(library):
     team = Kernels(library, "portable", 0)
     assert team.threads() == len(os.sched_getaffinity(0))

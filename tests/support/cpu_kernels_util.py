@@ -69,15 +69,39 @@ _APART = {*_USUAL_SETS, *(each.source for each in HOST.values() if each.stored i
 """The sources that take most of the time that compiling takes. Each is compiled when a test calls its kernels."""
 
 # Entries for tests of the team, and what they take.
-_TEAM_ENTRIES = {"nothing": (), "nap": (), "count": ("tensor", "int64", "int64"), "late": ("tensor",)}
+_TEAM_ENTRIES = {
+    **{"nothing": (), "nap": (), "count": ("tensor", "int64", "int64"), "late": ("tensor",)},
+    **{"shares": ("tensor", "int64"), "age": ("int64",)},
+}
 _TEAM_SOURCE = """
 extern "C" void entry_nothing(void *const *, const Dims *, Worker *w) { w->barrier(); }
 
 // Every worker adds what it was handed to the counts of the indices.
 extern "C" void entry_count(void *const *s, const Dims *, Worker *w) {
+    w->barrier();
     Chunks chunks(*w, take<int64_t>(s[1]), take<int64_t>(s[2]));
     for (int64_t i, end; chunks.next(i, end);)
         for (; i < end; i++) __atomic_fetch_add(take<int32_t *>(s[0]) + i, 1, __ATOMIC_SEQ_CST);
+}
+
+// Every worker writes its number to what it was handed first, and waits until all have done so, or for ten seconds.
+extern "C" void entry_shares(void *const *s, const Dims *, Worker *w) {
+    w->barrier();
+    const int64_t each = take<int64_t>(s[1]);
+    int32_t *owners = take<int32_t *>(s[0]), *arrived = owners + w->threads * each;
+    Chunks chunks(*w, w->threads * each, each);
+    int64_t i, end;
+    if (chunks.next(i, end))
+        for (; i < end; i++) owners[i] = w->thread;
+    __atomic_fetch_add(arrived, 1, __ATOMIC_SEQ_CST);
+    for (int n = 0; n < 10000 && __atomic_load_n(arrived, __ATOMIC_SEQ_CST) < w->threads; n++) usleep(1000);
+    while (chunks.next(i, end))
+        for (; i < end; i++) owners[i] = -2;
+}
+
+// So many loops pass in which there is nothing to do.
+extern "C" void entry_age(void *const *s, const Dims *, Worker *w) {
+    w->loop += static_cast<uint32_t>(take<int64_t>(s[0]));
 }
 
 // The first worker comes late to what is behind it.
@@ -85,6 +109,7 @@ extern "C" void entry_nap(void *const *, const Dims *, Worker *w) { if (w->threa
 
 // All workers but the first stay away until it has passed a barrier, or for ten seconds.
 extern "C" void entry_late(void *const *s, const Dims *, Worker *w) {
+    w->barrier();
     volatile int32_t *passed = take<int32_t *>(s[0]), *seen = passed + 1, *work = passed + 2;
     for (int i = 0; w->thread != 0 && i < 10000 && !(*seen = *passed); i++) usleep(1000);
     {
@@ -140,7 +165,7 @@ def _entry(kernel: Kernel) -> str:
     types = [*map(tensor_type, kernel.args), *map(scalar_type, kernel.scalars)]
     arguments = [f"take<{kind}>(s[{i}])" for i, kind in enumerate(types)]
     head = f'extern "C" void entry_{kernel.name}(void *const *s, const Dims *, Worker *w)'
-    return f"{head} {{ ::{kernel.name}({', '.join([*arguments, '*w'])}); }}"
+    return f"{head} {{ w->barrier(); ::{kernel.name}({', '.join([*arguments, '*w'])}); }}"
 
 
 class Library:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from llama_npu2 import load
 from stages.model.part import PartKey
 from stages.model.parts import part
 from stages.targets.cpu.fusion import fuse
+from stages.targets.cpu.modules import cpu_source
 from tests.conftest import A_LLAMA, doit, ran
 
 
@@ -29,6 +31,31 @@ def test_bound_as_the_separate_launches_were() -> None:
     assert first.args == {"x": "attn_out", "weight": "wo", "residual": "x_residual", "out": "res1"}
     assert swiglu.args == {"x": "normed2", "gate": "w_gate", "up": "w_up", "out": "swiglu"}
     assert last.args == {"x": "swiglu", "weight": "w_down", "residual": "res1", "out": "output"}
+
+
+LINE = re.compile(r"worker->(ask)\((\S+),|worker->(barrier)|&\] { (Worker alone; )?.*?(\w+)\(static_cast")
+
+
+def program(name: str) -> list[str]:
+    """Return what a program does: `ask` and a slot, `barrier`, or a kernel, `own` where every thread computes it."""
+    source = cpu_source([part(A_LLAMA, PartKey(name))], A_LLAMA.dimensions(), ["portable"])
+    body = source[source.index(f'extern "C" void {name}(') :].partition("\n}")[0]
+    found = [LINE.search(line) for line in body.splitlines()]
+    return [" ".join(filter(None, (*m.group(1, 2, 3), m[4] and "own", m[5]))) for m in found if m]
+
+
+def test_threads_ask_for_weights_before_they_wait_and_norm_one_row_each_for_itself() -> None:
+    assert program("o_gemv_ffn") == [
+        *["ask slots[1]", "barrier", "gemv_add"],
+        *["ask slots[7]", "ask slots[9]", "barrier", "own rms_norm", "gemv_silu"],
+        *["ask slots[12]", "barrier", "gemv_add"],
+    ]
+    first = program("rms_gemv_rope")
+    assert first[:5] == ["ask slots[3]", "ask slots[5]", "ask slots[7]", "barrier", "own rms_norm"]
+    assert first[5:10] == ["gemv", "gemv", "gemv", "barrier", "rope"]
+    # Threads share the rows of a prompt, and a table is looked up.
+    assert program("o_ffn")[3:5] == ["barrier", "rms_norm"]
+    assert program("embed_tokens") == ["barrier", "embed"]
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from stages.targets.cpu.instruction_sets import objects_of
 from stages.targets.cpu.prototypes import dispatch, prototypes, prototypes_of, tensor_type
 from stages.targets.cpu.work import described_launch
 from stages.weights.formats import formats
+from stages.weights.grouped import LINE
 
 COSTS = False
 SUFFIX = ".cc"
@@ -140,21 +142,24 @@ def cpu_source(
 def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:
     """C++ of one entry point. All threads run it; they meet at a barrier only where data flow demands it.
 
-    Kernels that know a position are called for each run of rows, the others once for all rows.
+    Kernels that know a position are called for each run of rows, the others once for all rows. Before a barrier,
+    threads ask for the weights that they read behind it.
     """
-    index = {slot.name: i for i, slot in enumerate(part.slots)}
-    lines = [f'extern "C" void {part.name}(void *const *slots, [[maybe_unused]] const Dims *dims, Worker *worker) {{']
-    written: set[str] = set()
-    read: set[str] = set()
     run = launches(part, fused)
-    for launch in run:
-        if launch.reads() & written or launch.writes() & (written | read):
-            lines.append("  worker->barrier();")
-            written, read = set(), set()
-        each = "for (const Run &run : *dims) " if _by_runs(launch) else ""
-        lines.append(f"  worker->launch([&] {{ {each}{_kernel_call(part, launch, index, dimensions)} }});")
-        written |= launch.writes()
-        read |= launch.reads()
+    places = {slot.name: f"slots[{i}]" for i, slot in enumerate(part.slots)}
+    own = [name for launch in run if _by_each(part, launch) for name in launch.writes()]
+    lines = [f'extern "C" void {part.name}(void *const *slots, [[maybe_unused]] const Dims *dims, Worker *worker) {{']
+    lines += _own_results([(places[name], part.host_bytes(part.slot(name), dimensions)) for name in own])
+    places |= {name: f"own[{i}]" for i, name in enumerate(own)}
+    for phase in _phases(run, own):
+        weights = [name for launch in phase for name in _streamed(part, launch)]
+        lines += [f"  worker->ask({places[name]}, {part.host_bytes(part.slot(name), dimensions)});" for name in weights]
+        lines.append("  worker->barrier();")
+        for launch in phase:
+            alone = launch.writes() <= {*own}
+            before = "Worker alone; " if alone else "for (const Run &run : *dims) " if _by_runs(launch) else ""
+            call = _kernel_call(part, launch, places, dimensions, "alone" if alone else "*worker")
+            lines.append(f"  worker->launch([&] {{ {before}{call} }});")
     about = {
         "slots": described_slots(part, dimensions),
         # A program that knows no position runs with any context, and is linked once for all of them.
@@ -170,13 +175,64 @@ def _by_runs(launch: Launch) -> bool:
     return "pos" in launch.scalars.values()
 
 
-def _kernel_call(part: Part, launch: Launch, index: Mapping[str, int], dimensions: Mapping[str, float]) -> str:
+def _by_each(part: Part, launch: Launch) -> bool:
+    """Return whether every thread computes the result of a launch for itself: a norm of one row that only `part` sees.
+
+    That takes less time than waiting for the thread that would compute it, and then for its result.
+    """
+    one = launch.kernel.name == "rms_norm" and launch.scalars["rows"] == 1
+    return one and all(part.slot(name).role == "scratch" for name in launch.writes())
+
+
+def _own_results(results: Sequence[tuple[str, int]]) -> list[str]:
+    """Return the C++ of `own`, where each thread has the results that every thread computes for itself.
+
+    The first thread has them in their slots, where a trace finds them. `results`: C++ of the slot, and its bytes.
+    """
+    if not results:
+        return []
+    ends = [*accumulate((-(-size // LINE) * LINE for _, size in results), initial=0)]
+    places = [f"worker->thread == 0 ? {slot} : results + {end}" for (slot, _), end in zip(results, ends, strict=False)]
+    return [
+        f"  char *const results = worker->own_results({ends[-1]});",
+        f"  void *const own[] = {{{', '.join(places)}}};",
+    ]
+
+
+def _phases(run: Sequence[Launch], own: Collection[str]) -> list[list[Launch]]:
+    """Return the launches in lists between which there are barriers: one reads or overwrites what threads share.
+
+    `own`: what every thread has for itself.
+    """
+    phases: list[list[Launch]] = [[]]
+    written: set[str] = set()
+    read: set[str] = set()
+    for launch in run:
+        writes = launch.writes() - {*own}
+        if launch.reads() & written or writes & (written | read):
+            phases.append([])
+            written, read = set(), set()
+        phases[-1].append(launch)
+        written |= writes
+        read |= launch.reads()
+    return phases
+
+
+def _streamed(part: Part, launch: Launch) -> list[str]:
+    """Return the weights of which every thread reads a share, from its begin on: not tables, nor experts of many."""
+    names = [launch.args[arg.name] for arg in launch.kernel.args if arg.matrix and "x" in launch.args]
+    return [name for name in names if len(part.slot(name).shape) == 2]
+
+
+def _kernel_call(
+    part: Part, launch: Launch, places: Mapping[str, str], dimensions: Mapping[str, float], worker: str
+) -> str:
     by_runs, tensors = _by_runs(launch), []
     for arg in launch.kernel.args:
         name = launch.args[arg.name]
         first, *width = part.slot(name).shape
         rows = f" + run.first * {math.prod(resolved(width, dimensions))}" if by_runs and first == "seq" else ""
-        tensors.append(f"static_cast<{tensor_type(arg)}>(slots[{index[name]}]){rows}")
+        tensors.append(f"static_cast<{tensor_type(arg)}>({places[name]}){rows}")
     values = _OF_RUN if by_runs else _OF_CALL
     scalars = [_scalar(launch.scalars[param.name], values, dimensions) for param in launch.kernel.params]
     sizes = {
@@ -184,7 +240,7 @@ def _kernel_call(part: Part, launch: Launch, index: Mapping[str, int], dimension
     }
     derived = [str(derive(sizes)) for derive in launch.kernel.derived.values()]
     blocks = ["run.blocks"] if launch.kernel.paged else []
-    return f"{launch.kernel.name}({', '.join([*tensors, *scalars, *derived, *blocks, '*worker'])});"
+    return f"{launch.kernel.name}({', '.join([*tensors, *scalars, *derived, *blocks, worker])});"
 
 
 def _scalar(value: Dim | float, at_run_time: Mapping[str, str], dimensions: Mapping[str, float]) -> str:
