@@ -99,10 +99,11 @@ struct PanelGroups {
     void each_task(Worker &worker, const Multiply &multiply) const {
         const int64_t step = task_rows(), tasks = (rows + step - 1) / step;
         Chunks chunks(worker, groups() * tasks, 1);
-        // Row tasks of one group follow each other: its weights come from memory once.
+        // All groups of some rows follow each other: a worker that multiplies rows finds them in its caches, and so does the next
+        // kernel if it divides its work by rows. Weights are read once for each task of rows.
         for (int64_t task, end; chunks.next(task, end);) {
-            const int64_t first = task % tasks * step;
-            multiply({task / tasks, first, first + step < rows ? first + step : rows, (task + worker.threads) / tasks});
+            const int64_t group = task % groups(), first = task / groups() * step, last = first + step < rows ? first + step : rows;
+            multiply({group, first, last, last == rows ? group + 1 : (group + 1) % groups()});
         }
     }
 

@@ -291,12 +291,16 @@ private:
         for (int64_t p = 0; p < some; p++) finish(turn.panel + p * turn.apart, p, streams, args);
     }
 
-    // Lines `from` to `until` - 1, and asks for what lies `ahead` bytes from each.
+    // Lines `from` to `until` - 1, and asks for what lies `ahead` bytes from each. Where the machine's own requests run ahead, others
+    // are in their way: a core holds few at a time.
     template <int P>
     void multiply_lines(IntegerTileArgs &args, int64_t from, int64_t until, int64_t ahead) const {
         args.from = from, args.until = until, args.ahead = ahead;
         with_rows(rows_, [&](auto known) {
-            if constexpr (known.count <= (P == tile_panels ? tile_rows : most_eight_rows)) integer_tile<known.count, P, true>(args);
+            if constexpr (known.count <= (P == tile_panels ? tile_rows : most_eight_rows)) {
+                if (reads_ahead) integer_tile<known.count, P, false>(args);
+                else integer_tile<known.count, P, true>(args);
+            }
         });
     }
 
