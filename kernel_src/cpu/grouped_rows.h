@@ -21,6 +21,13 @@ struct FewPanels : Panels<few_tile_panels> {
     static constexpr int soon = 4;
 };
 
+// Whether a line meets so few products that the machine's own requests run far enough ahead: ours into L2 would take their places.
+template <class Format>
+INLINE bool runs_ahead(int64_t rows) {
+    constexpr int64_t quads = Format::inputs / quad * line_bytes / Format::number_bytes;  // of a line
+    return ISA_LANES == 16 && reads_ahead && quads == 1 && rows <= 2;
+}
+
 // What tiles ask for with the lines that they read: what lies `ahead` bytes from there. Where `turns` tiles read the same lines,
 // each asks with those of its share of the groups, so that requests come evenly.
 struct Requests {
@@ -136,7 +143,7 @@ private:
         int64_t to_next = unknown;
         for (int64_t done = 0; done < groups; done += block_groups) {
             const int64_t until = done + block_groups < groups ? done + block_groups : groups;
-            const int64_t ahead = ahead_of(first, done, turn, to_next);
+            const int64_t coming = ahead_of(first, done, turn, to_next), ahead = runs_ahead<Format>(rows_) ? 0 : coming;
             for (int64_t p = 0; p < count; p += few_tile_panels)
                 for (int64_t step = 0; step < steps.count; step++) {
                     const int64_t row = steps.first(step);
