@@ -435,12 +435,12 @@ public:
     }
 
 private:
-    // Whether so little is read that it is over before the machine's own requests for several streams run far enough ahead: then a
-    // worker reads all of its share in one, which does not begin anew with each chunk.
+    // Whether a product is over before the machine's own requests for several streams run far enough ahead. Then a worker reads all
+    // of its share as one stream, which does not begin anew with each chunk. A longer x does not stay in L1 beside one.
     bool is_short() const {
-        return ISA_LANES == 16 && cols_ <= 2048 && panel_count(out_cols_) * GroupedPanel<Format>::size(cols_) <= short_bytes;
+        constexpr int64_t most_bytes = 1 << 22, most_inputs = 2048;
+        return ISA_LANES == 16 && cols_ <= most_inputs && panel_count(out_cols_) * GroupedPanel<Format>::size(cols_) <= most_bytes;
     }
-    static constexpr int64_t short_bytes = 1 << 22;
 
     // Where few streams are read and an output has as many weights, each of them is a stream.
     static constexpr bool paired = Epilogue::weights > 1 && Epilogue::weights == narrow_streams;

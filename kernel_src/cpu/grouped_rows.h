@@ -21,11 +21,12 @@ struct FewPanels : Panels<few_tile_panels> {
     static constexpr int soon = 4;
 };
 
-// Whether a line meets so few products that the machine's own requests run far enough ahead: ours into L2 would take their places.
+// Whether lines are asked for into L2, too. Where a line has one quad and meets two rows, the machine's own requests run far enough
+// ahead, and ours would take their places.
 template <class Format>
-INLINE bool runs_ahead(int64_t rows) {
+INLINE bool asks_into_l2(int64_t rows) {
     constexpr int64_t quads = Format::inputs / quad * line_bytes / Format::number_bytes;  // of a line
-    return ISA_LANES == 16 && reads_ahead && quads == 1 && rows <= 2;
+    return ISA_LANES != 16 || !reads_ahead || quads > 1 || rows > 2;
 }
 
 // What tiles ask for with the lines that they read: what lies `ahead` bytes from there. Where `turns` tiles read the same lines,
@@ -143,7 +144,7 @@ private:
         int64_t to_next = unknown;
         for (int64_t done = 0; done < groups; done += block_groups) {
             const int64_t until = done + block_groups < groups ? done + block_groups : groups;
-            const int64_t coming = ahead_of(first, done, turn, to_next), ahead = runs_ahead<Format>(rows_) ? 0 : coming;
+            const int64_t coming = ahead_of(first, done, turn, to_next), ahead = asks_into_l2<Format>(rows_) ? coming : 0;
             for (int64_t p = 0; p < count; p += few_tile_panels)
                 for (int64_t step = 0; step < steps.count; step++) {
                     const int64_t row = steps.first(step);

@@ -12,11 +12,11 @@ template <int64_t streams, int64_t ahead>
 static void read_streams(const char *data, int64_t bytes, Worker &worker) {
     constexpr int64_t longest = 65536;
     const int64_t share = bytes / (4 * streams) / 64 * 64, length = share < 64 ? 64 : share < longest ? share : longest;
-    const int64_t whole = bytes / (streams * length), each = (whole + worker.threads - 1) / worker.threads;
+    const int64_t whole = bytes / (streams * length), share_blocks = (whole + worker.threads - 1) / worker.threads;
     f32v sum[streams] = {};
-    Chunks chunks(worker, each * worker.threads, 1);
+    Chunks chunks(worker, share_blocks * worker.threads, 1);
     for (int64_t chunk, end; chunks.next(chunk, end);) {
-        const int64_t block = chunk % each * worker.threads + chunk / each;
+        const int64_t block = chunk % share_blocks * worker.threads + chunk / share_blocks;
         if (block >= whole) continue;
         const char *base = data + block * streams * length;
         for (int64_t i = 0; i < length; i += 64) {

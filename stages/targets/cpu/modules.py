@@ -145,18 +145,22 @@ def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:
     Kernels that know a position are called for each run of rows, the others once for all rows. Before a barrier,
     threads ask for the weights that they read behind it.
     """
+
+    def size(name: str) -> int:
+        return part.host_bytes(part.slot(name), dimensions)
+
     run = launches(part, fused)
     places = {slot.name: f"slots[{i}]" for i, slot in enumerate(part.slots)}
     own = [name for launch in run if _by_each(part, launch) for name in launch.writes()]
     lines = [f'extern "C" void {part.name}(void *const *slots, [[maybe_unused]] const Dims *dims, Worker *worker) {{']
-    lines += _own_results([(places[name], part.host_bytes(part.slot(name), dimensions)) for name in own])
+    lines += _own_results([(places[name], size(name)) for name in own])
     places |= {name: f"own[{i}]" for i, name in enumerate(own)}
-    for phase in _phases(run, own):
-        weights = [name for launch in phase for name in _streamed(part, launch)]
-        lines += [f"  worker->ask({places[name]}, {part.host_bytes(part.slot(name), dimensions)});" for name in weights]
+    for stretch in _between_barriers(run, own):
+        weights = [name for launch in stretch for name in _streamed(part, launch)]
+        lines += [f"  worker->ask({places[name]}, {size(name)});" for name in weights]
         lines.append("  worker->barrier();")
-        for launch in phase:
-            alone = launch.writes() <= {*own}
+        for launch in stretch:
+            alone = _by_each(part, launch)
             before = "Worker alone; " if alone else "for (const Run &run : *dims) " if _by_runs(launch) else ""
             call = _kernel_call(part, launch, places, dimensions, "alone" if alone else "*worker")
             lines.append(f"  worker->launch([&] {{ {before}{call} }});")
@@ -199,27 +203,31 @@ def _own_results(results: Sequence[tuple[str, int]]) -> list[str]:
     ]
 
 
-def _phases(run: Sequence[Launch], own: Collection[str]) -> list[list[Launch]]:
-    """Return the launches in lists between which there are barriers: one reads or overwrites what threads share.
+def _between_barriers(run: Sequence[Launch], own: Collection[str]) -> list[list[Launch]]:
+    """Return the launches that run without a barrier, in lists.
 
-    `own`: what every thread has for itself.
+    There is a barrier before a launch that reads or overwrites what another one has written for all threads, or
+    overwrites what another one reads. `own`: the slots that every thread has for itself.
     """
-    phases: list[list[Launch]] = [[]]
+    stretches: list[list[Launch]] = [[]]
     written: set[str] = set()
     read: set[str] = set()
     for launch in run:
         writes = launch.writes() - {*own}
         if launch.reads() & written or writes & (written | read):
-            phases.append([])
+            stretches.append([])
             written, read = set(), set()
-        phases[-1].append(launch)
+        stretches[-1].append(launch)
         written |= writes
         read |= launch.reads()
-    return phases
+    return stretches
 
 
 def _streamed(part: Part, launch: Launch) -> list[str]:
-    """Return the weights of which every thread reads a share, from its begin on: not tables, nor experts of many."""
+    """Return the weights of a product of which every thread reads a share, from the share's begin on.
+
+    A table is none: its rows are looked up. Nor are weights of experts, of which a row reads some.
+    """
     names = [launch.args[arg.name] for arg in launch.kernel.args if arg.matrix and "x" in launch.args]
     return [name for name in names if len(part.slot(name).shape) == 2]
 
