@@ -110,7 +110,7 @@ void down_of_token(const SharedDown<typename Vector::Weight> &args, Worker &work
     Vector *x = reinterpret_cast<Vector *>(memory + top * bytes);
     const auto weight = [&](int64_t j) { return args.weight + args.experts.id(args.chosen, j) * panels * size; };
     Chunks chunks = panel_chunks(worker, panels, Streams::value, size * static_cast<int64_t>(sizeof(Weight)) * top);
-    Turn turn = {chunks, 0, 0, 0, 0, false, 1, 0};
+    Turn turn = {chunks};
     turn.take();
     for (int64_t j = 0; turn.more && j < top; j++) x[j] = Vector::take(args.x + j * args.cols, args.cols, memory + j * bytes);
     alignas(line_bytes) float totals[kept_panels * panel_rows];

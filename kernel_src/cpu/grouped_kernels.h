@@ -45,6 +45,19 @@ static void gemv(const int8_t *weight, const bf16 *x, bf16 *out, int64_t out_col
     gemv_bias(weight, x, nullptr, out, out_cols, cols, worker);
 }
 
+static void gemv_qkv_bias(const int8_t *wq, const int8_t *wk, const int8_t *wv, const bf16 *x, const bf16 *bq, const bf16 *bk,
+                          const bf16 *bv, bf16 *q, bf16 *k, bf16 *v, int64_t q_cols, int64_t kv_cols, int64_t cols, Worker &worker) {
+    const uint8_t *weights[] = {bytes(wq), bytes(wk), bytes(wv)};
+    const StoreBf16 results[] = {{q, q_cols, bq}, {k, kv_cols, bk}, {v, kv_cols, bv}};
+    joined_gemv<GroupedGemv<FORMAT, StoreBf16>, GroupedGemv<FORMAT, StoreEach>>(weights, x, GroupedPanel<FORMAT>::size(cols), cols,
+                                                                                results, worker);
+}
+
+static void gemv_qkv(const int8_t *wq, const int8_t *wk, const int8_t *wv, const bf16 *x, bf16 *q, bf16 *k, bf16 *v, int64_t q_cols,
+                     int64_t kv_cols, int64_t cols, Worker &worker) {
+    gemv_qkv_bias(wq, wk, wv, x, nullptr, nullptr, nullptr, q, k, v, q_cols, kv_cols, cols, worker);
+}
+
 static void gemv_f32(const int8_t *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols, Worker &worker) {
     const uint8_t *weights[] = {bytes(weight)};
     GroupedGemv<FORMAT, StoreF32>(weights, out_cols, cols, {out, out_cols}).run(x, worker);
@@ -95,6 +108,8 @@ OF_VECTORS(gemm_silu)
 OF_VECTORS(gemm_f32)
 OF_VECTORS(gemv)
 OF_VECTORS(gemv_bias)
+OF_VECTORS(gemv_qkv)
+OF_VECTORS(gemv_qkv_bias)
 OF_VECTORS(gemv_f32)
 OF_VECTORS(gemv_add)
 OF_VECTORS(gemv_silu)
@@ -143,6 +158,17 @@ KERNEL void NAMED(gemv)(const int8_t *weight, const bf16 *x, bf16 *out, int64_t 
 KERNEL void NAMED(gemv_bias)(const int8_t *weight, const bf16 *x, const bf16 *bias, bf16 *out, int64_t out_cols,
                              int64_t cols, Worker &worker) {
     BY_VECTORS(gemv_bias, weight, x, bias, out, out_cols, cols, worker);
+}
+
+KERNEL void NAMED(gemv_qkv)(const int8_t *wq, const int8_t *wk, const int8_t *wv, const bf16 *x, bf16 *q, bf16 *k, bf16 *v,
+                            int64_t q_cols, int64_t kv_cols, int64_t cols, Worker &worker) {
+    BY_VECTORS(gemv_qkv, wq, wk, wv, x, q, k, v, q_cols, kv_cols, cols, worker);
+}
+
+KERNEL void NAMED(gemv_qkv_bias)(const int8_t *wq, const int8_t *wk, const int8_t *wv, const bf16 *x, const bf16 *bq,
+                                 const bf16 *bk, const bf16 *bv, bf16 *q, bf16 *k, bf16 *v, int64_t q_cols, int64_t kv_cols,
+                                 int64_t cols, Worker &worker) {
+    BY_VECTORS(gemv_qkv_bias, wq, wk, wv, x, bq, bk, bv, q, k, v, q_cols, kv_cols, cols, worker);
 }
 
 KERNEL void NAMED(gemv_f32)(const int8_t *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,

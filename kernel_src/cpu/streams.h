@@ -34,13 +34,30 @@ INLINE void prefetch(const void *line) {
 #endif
 }
 
+// Further matrices with as many inputs, whose panels are counted on from the first one's: with which panel each begins, and how much
+// further it lies than if it came behind the first, in elements.
+struct Joined {
+    static constexpr int most = 2;
+    int64_t begins[most], jumps[most];
+
+    INLINE_MEMBER int64_t jump(int64_t panel) const {
+        int64_t jump = 0;
+        for (int i = 0; i < most; i++) jump = panel >= begins[i] ? jumps[i] : jump;
+        return jump;
+    }
+};
+
 // The panels that a worker was given, up to `end`, and those that it took after them. At hand are `panel` and others that
 // are `apart`; `following` comes behind it, with as many.
 struct Turn {
     Chunks &chunks;
-    int64_t panel, end, next, next_end;
-    bool more;
-    int64_t apart, following;
+    const Joined *joined = nullptr;
+    int64_t panel = 0, end = 0, next = 0, next_end = 0;
+    bool more = false;
+    int64_t apart = 1, following = 0;
+
+    // Where a panel of `size` elements lies, from the first one on.
+    INLINE_MEMBER int64_t place(int64_t of, int64_t size) const { return of * size + (joined == nullptr ? 0 : joined->jump(of)); }
 
     void take() {
         more = chunks.next(next, next_end);
@@ -60,7 +77,7 @@ struct After {
     INLINE_MEMBER int64_t distance(const Weight *here) const {
         if (known != nullptr) return known - here;
         turn.take();
-        return turn.more ? weight + turn.next * size - here : 0;
+        return turn.more ? weight + turn.place(turn.next, size) - here : 0;
     }
 };
 
@@ -81,6 +98,12 @@ INLINE int64_t with_panels(int64_t left, const Multiply &multiply) {
 }
 
 constexpr int64_t kept_panels = 256;  // at most
+
+// The matrices whose results an epilogue takes, where these are several.
+template <class Epilogue>
+INLINE const Joined *joined_by(const Epilogue &) {
+    return nullptr;
+}
 
 // What an epilogue makes of some panels of a row, kept until they are complete and written at once: where a machine reads
 // slower while a store waits for its line, which it does on Granite Rapids.
@@ -139,8 +162,9 @@ struct Nothing {
 // Calls multiply(Panels, the turn that they are in) for all panels of all chunks; prepare() before the first of them, and
 // begin(panel) and end(panel, end) before and after those of a chunk.
 template <class Most, class Multiply, class Prepare = Nothing, class Begin = Nothing, class End = Nothing>
-INLINE void each_turn(Chunks &chunks, const Multiply &multiply, const Prepare &prepare = {}, const Begin &begin = {}, const End &end = {}) {
-    Turn turn = {chunks, 0, 0, 0, 0, false, 1, 0};
+INLINE void each_turn(Chunks &chunks, const Multiply &multiply, const Prepare &prepare = {}, const Begin &begin = {}, const End &end = {},
+                      const Joined *joined = nullptr) {
+    Turn turn = {chunks, joined};
     turn.take();
     if (turn.more) prepare();
     while (turn.more) {
@@ -156,16 +180,19 @@ INLINE void each_turn(Chunks &chunks, const Multiply &multiply, const Prepare &p
 template <class Most, class Epilogue, class Prepare, class Multiply>
 INLINE void each_panels(Chunks &chunks, const Epilogue &epilogue, const Prepare &prepare, const Multiply &multiply) {
     KeptRow<Epilogue> row(epilogue);
+    const Joined *const joined = joined_by(epilogue);
+    if (joined != nullptr) chunks.cut_at(joined->begins[0], joined->begins[1]);
     const Epilogue *keeping = nullptr;
     each_turn<Most>(
         chunks, [&](auto some, Turn &turn) { multiply(some, turn, *keeping); }, prepare,
-        [&](int64_t first) { keeping = &row.begin(first); }, [&](int64_t first, int64_t end) { row.write(first, end); });
+        [&](int64_t first) { keeping = &row.begin(first); }, [&](int64_t first, int64_t end) { row.write(first, end); },
+        joined);
 }
 
 // What is read behind the panels of a turn, where they are those of the first weight.
 template <class Weight>
 INLINE After<Weight> after_turn(const Weight *first, int64_t size, Turn &turn) {
-    return {turn.following < turn.end ? first + turn.following * size : nullptr, first, size, turn};
+    return {turn.following < turn.end ? first + turn.place(turn.following, size) : nullptr, first, size, turn};
 }
 
 // Calls multiply(w, its first panel, what is read behind it: After) for every weight's panels of a turn. Panels have
@@ -173,7 +200,7 @@ INLINE After<Weight> after_turn(const Weight *first, int64_t size, Turn &turn) {
 template <int weights, class Weight, class Multiply>
 INLINE void each_weight(const Weight *const *first, int64_t size, Turn &turn, const Multiply &multiply) {
     for (int64_t w = 0; w < weights; w++) {
-        const int64_t at = turn.panel * size;
+        const int64_t at = turn.place(turn.panel, size);
         multiply(w, first[w] + at,
                  w + 1 < weights ? After<Weight>{first[w + 1] + at, first[0], size, turn} : after_turn(first[0], size, turn));
     }

@@ -151,11 +151,14 @@ struct alignas(64) Worker {
         if (lap != laps_end) lap->waited += now_ns() - since;
     }
 
-    // Asks for the first lines of this worker's share of weights that it reads next. While workers wait for each other, memory is
-    // idle, and what begins a stream takes as long to come as much that follows it.
-    void ask(const void *weights, int64_t bytes) const {
+    // Asks for the first lines of this worker's share of weights that it reads next, if they are among these, which lie `before` bytes
+    // behind the first of `all`. While workers wait for each other, memory is idle, and what begins a stream takes as long to come as
+    // much that follows it.
+    void ask(const void *weights, int64_t bytes, int64_t before, int64_t all) const {
         constexpr int64_t lines = 16;
-        const char *own = static_cast<const char *>(weights) + bytes / 64 * thread / threads * 64;
+        const int64_t begin = all / 64 * thread / threads * 64 - before;
+        if (begin < 0 || begin >= bytes) return;
+        const char *own = static_cast<const char *>(weights) + begin;
         for (int64_t line = 0; line < lines; line++) __builtin_prefetch(own + line * 64, 0, 2);
     }
 
@@ -220,6 +223,9 @@ public:
     Chunks(Worker &worker, int64_t count, int64_t chunk) : Chunks(worker, count, chunk, chunk) {}
     Chunks(const Chunks &) = delete;
 
+    // No chunk reaches across these indices, which ascend.
+    void cut_at(int64_t first, int64_t second) { cuts_[0] = first, cuts_[1] = second; }
+
     // The next chunk is [begin, end); false when nothing is left.
     bool next(int64_t &begin, int64_t &end) {
         for (; visited_ < threads_; visited_++, owner_ = owner_ + 1 < threads_ ? owner_ + 1 : 0)
@@ -257,6 +263,8 @@ private:
             begin = ahead < 0 ? first : static_cast<int64_t>(seen - loop_);
             if (ahead > 0 || begin >= last) return false;
             end = begin + chunk(last - begin);
+            for (const int64_t cut : cuts_)
+                if (begin < cut && cut < end) end = cut;
             if (next.compare_exchange_weak(seen, loop_ | static_cast<uint64_t>(end), std::memory_order_relaxed)) {
                 given_ += static_cast<uint32_t>(end - begin);
                 return true;
@@ -274,7 +282,7 @@ private:
 
     Worker *workers_;
     uint64_t loop_;
-    int64_t count_, most_, least_, threads_, owner_, visited_ = 0;
+    int64_t count_, most_, least_, threads_, owner_, visited_ = 0, cuts_[2] = {0, 0};
     Progress *done_;
     uint32_t given_ = 0;
 };

@@ -522,7 +522,7 @@ private:
         for (int64_t p = 0; p < count; p++) {
             float row[weights * panel_rows];
             for (int64_t w = 0; w < weights; w++)
-                scale_sums(sums[w] + p * panel_rows, weights_[w] + (panel + p * apart) * size, scale_, row + w * panel_rows);
+                scale_sums(sums[w] + p * panel_rows, weights_[w] + turn.place(panel + p * apart, size), scale_, row + w * panel_rows);
             finish_panel(epilogue, panel + p * apart, out_cols_, row);
         }
     }

@@ -40,6 +40,20 @@ def reference_bias(weight: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.nd
     return (reference_f32(weight, x) + bias.astype(np.float32)).astype(ml_dtypes.bfloat16)
 
 
+def reference_qkv(
+    wq: np.ndarray, wk: np.ndarray, wv: np.ndarray, x: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the products of Q, K and V with one vector."""
+    return reference(wq, x), reference(wk, x), reference(wv, x)
+
+
+def reference_qkv_bias(
+    wq: np.ndarray, wk: np.ndarray, wv: np.ndarray, x: np.ndarray, bq: np.ndarray, bk: np.ndarray, bv: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the products of Q, K and V with one vector, each plus a bias, rounded only after the sum."""
+    return reference_bias(wq, x, bq), reference_bias(wk, x, bk), reference_bias(wv, x, bv)
+
+
 def reference_silu(gate: np.ndarray, up: np.ndarray, x: np.ndarray, activation: int = 0) -> np.ndarray:
     """Return SwiGLU of two rounded products, or what it is with another activation."""
     return silu_and_mul.reference(reference(gate, x), reference(up, x), activation)
@@ -274,6 +288,17 @@ _OF_A_TOKEN = (
         program=bias.program(build),
     ),
     signature("gemv_silu", (matrix("gate"), matrix("up"), "x"), f"{_PARAMS} activation", reference_silu, source="gemv"),
+    *(
+        signature(
+            f"gemv_qkv{more}",
+            (*map(matrix, ("wq", "wk", "wv")), "x", *biases),
+            "q_cols kv_cols cols",
+            computes,
+            writes=("q", "k", "v"),
+            source="gemv",
+        )
+        for more, computes, *biases in (("", reference_qkv), ("_bias", reference_qkv_bias, "bq", "bk", "bv"))
+    ),
     # Templates for `stages.kernels.grouped`: the array has these only for weights in formats that it reads as stored.
     *(
         signature(
@@ -313,8 +338,10 @@ _OF_A_TOKEN = (
     ),
 )
 
+_OF_THE_HOST = ("gemv_silu", "gemv_qkv", "gemv_qkv_bias", "gemv_rows_f32")
+
 # Templates, too: the array computes for several tokens with weights in groups alone.
 KERNELS = (
     *_OF_A_TOKEN,
-    *(batched(kernel) for kernel in _OF_A_TOKEN if kernel.operation not in ("gemv_silu", "gemv_rows_f32")),
+    *(batched(kernel) for kernel in _OF_A_TOKEN if kernel.operation not in _OF_THE_HOST),
 )

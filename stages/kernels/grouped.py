@@ -86,6 +86,8 @@ ARRAY_LAYOUTS = {
 """Products that the array computes with group-wise quantised weights -> the layout in which it reads them. They are all
 for decode: in prefill, the array reads weights that the host has unpacked."""
 
+_BIASES = ("bias", "bq", "bk", "bv")
+
 UNPACKING = {
     "unpack": ("lanes", "first rows"),
     "unpack_paired": ("paired_lanes", "which"),
@@ -159,13 +161,16 @@ def _in_eight_bits(kernel: Kernel, stored: Format) -> Callable[..., Any]:
         if "x" not in inputs:
             return _dequantised(kernel, stored)(*tensors, **scalars)
         products = [product(inputs["x"], inputs[arg.name]) for arg in kernel.args if arg.matrix]
-        if kernel.arg("out").format == "f32":
+        results = [arg for arg in kernel.args if arg.written]
+        if results[0].format == "f32":
             return products[0]
-        if "bias" in inputs:
-            products[0] += inputs["bias"].astype(np.float32)
+        for sums, name in zip(products, (name for name in inputs if name in _BIASES), strict=False):
+            sums += inputs[name].astype(np.float32)
         rounded = [sums.astype(ml_dtypes.bfloat16) for sums in products]
         if "residual" in inputs:
             return add.reference(inputs["residual"], rounded[0])
+        if len(results) > 1:
+            return tuple(rounded)
         return (
             rounded[0]
             if len(rounded) == 1

@@ -113,11 +113,37 @@ def compare_products(case: Case, name: str, epilogue: str) -> None:
         assert_same(out, whole[part])
 
 
-@in_sets(["bf16", "w8a8", *(stored.name + taken for stored in GROUPED for taken in ACTIVATIONS.values())])
+in_each_format = in_sets(
+    ["bf16", "w8a8", *(stored.name + taken for stored in GROUPED for taken in ACTIVATIONS.values())]
+)
+
+
+@in_each_format
 @from_seed
 def test_products(teams: list[Kernels], name: str, seeds: range) -> None:
     for seed in seeds[::2]:
         compare_products(Case(teams, seed), name, ("", "_add", "_silu")[seed % 3])
+
+
+def compare_q_k_and_v(case: Case, name: str, biased: bool) -> None:
+    cols, q_cols, kv_cols = case.size(2500), case.size(300), case.size(200)
+    kernel, joined = (format_kernel(f"{kernel}_bias" if biased else kernel, name) for kernel in ("gemv", "gemv_qkv"))
+    x, widths, stored = case.normal(cols), (q_cols, kv_cols, kv_cols), formats()[HOST[kernel].stored]
+    weights = [guarded(stored.pack(case.normal(width, cols), "panels")) for width in widths]
+    biases = [case.normal(width) for width in widths] if biased else []
+    results = [output(width) for width in widths]
+    case(joined, *weights, x, *biases, *results, q_cols, kv_cols, cols)
+    for i, width in enumerate(widths):
+        one = output(width)
+        case(kernel, weights[i], x, *biases[i : i + 1], one, width, cols)
+        assert_same(results[i], one)
+
+
+@in_each_format
+@from_seed
+def test_q_k_and_v_of_one_product_are_those_of_three(teams: list[Kernels], name: str, seeds: range) -> None:
+    for seed in seeds[::3]:
+        compare_q_k_and_v(Case(teams, seed), name, seed % 2 == 1)
 
 
 CALLED = ("append_kv_panels", "flash_attention_panels", "decode_attention_panels")

@@ -134,7 +134,7 @@ def test_what_is_left_in_a_cache_hides_nothing(host: Build) -> None:
 
     def unwritten(llm: Llama) -> None:
         at = ops(host, llm.manifest)[DECODE]
-        call = next(call[0].call for call in at if call[0].kernel.name == "append_kv_panels")
+        call = next(op.call for call in at for op in call if op.kernel.name == "append_kv_panels")
         llm.prefill(range(30, 78))
         kept = llm.memory.array("k_cache.0").copy()
         prepare, cut = llm.device.prepare, llm.calls[DECODE][call]

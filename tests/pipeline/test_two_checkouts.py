@@ -73,7 +73,7 @@ def test_a_changed_kernel_moves_what_depends_on_it(built: Path, tmp_path: Path, 
     changed = {name for name, data in after.items() if before.get(name) != data}
     assert changed == {
         *(f"build/objects/{name}/{Path(name).name}.o" for name in objects_of("rope")),
-        *("elf/rms_gemms_rope.so", "elf/rms_gemv_rope.so"),
+        *("elf/rms_gemms_rope.so", "elf/rms_gemv_attn_panels.so"),
         *("manifest.json", "manifest.sig", "provenance.json"),
     }
     new = {sha256: size for sha256, size in blobs(remote).items() if sha256 not in there}

@@ -129,7 +129,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no buffer's name": (bind(0, ""), "calls for , which is not among the buffers"),
     "reference is a list": (bind(0, ["x.0"]), "must be a string"),
     "two slots of a name": (slot("o_ffn", "gate", name="up"), "programs.o_ffn has two slots of one name"),
-    "too few buffers": (drop("plans", "decode", 1, "buffers", 0), "plans.decode[1] binds 12 buffers to 13 slots"),
+    "too few buffers": (drop("plans", "decode", 1, "buffers", 0), "plans.decode[1] binds 15 buffers to 16 slots"),
     "two host libraries": (put(True, "programs", "o_ffn", "host"), "the host's programs are in more than one file"),
     "no host program": (
         lambda m: [program.update(host=False) for program in m["programs"].values()],
@@ -179,7 +179,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "blocks of an activation": (put(1, "buffers", "logits", "row_positions"), "logits is no cache of 2048 positions"),
     "view of blocks": (
-        bind(3, "k_cache.0@pos", 2, "decode"),
+        bind(13, "k_cache.0@pos", 1, "decode"),
         "binds a cache of other blocks, or a view of one, to slot",
     ),
     # blobs
@@ -203,12 +203,12 @@ def test_a_change_is_one_line(name: str, manifest: str) -> None:
 def test_the_view_of_a_window_stays_in_its_buffer(sees: int, tile: int, row: int, manifest: str) -> None:
     """A token at the last position, 2047, whose slot has as many rows as the buffer."""
     content = json.loads(manifest)
-    call = content["plans"]["decode"][2]
+    call = content["plans"]["decode"][1]
     place = [slot["name"] for slot in content["programs"][call["program"]]["slots"]].index("k_cache")
     block = 2 * 128 * 64 * 2
     assert content["buffers"]["k_cache.0"]["shape"] == [16, 2, 128, 64]
     contiguous(content)
-    bind(place, f"k_cache.0@window:{sees}:{tile}", 2, "decode")(content)
+    bind(place, f"k_cache.0@window:{sees}:{tile}", 1, "decode")(content)
     if not row:
         check_manifest(content)
         return
@@ -246,7 +246,7 @@ def shrink_caches(content: dict[str, Any]) -> None:
     for name, spec in content["buffers"].items():
         if spec["kind"] == "cache":
             size(name, 1, *spec["shape"][1:])(content)
-    for program in ("flash_attn_panels", "decode_attn_panels"):
+    for program in ("flash_attn_panels", "rms_gemv_attn_panels"):
         for cache in ("k_cache", "v_cache"):
             slot(program, cache, shape=[1, 2, 128, 64])(content)
 
@@ -255,7 +255,7 @@ def longer_context(content: dict[str, Any]) -> None:
     """In all that the manifest says; the table is another of the same bytes."""
     contiguous(content)
     content["model"]["max_seq"] = 4096
-    for program in ("rms_gemms_rope", "rms_gemv_rope"):
+    for program in ("rms_gemms_rope", "rms_gemv_attn_panels"):
         for table in ("lut_q", "lut_k"):
             slot(program, table, shape=["max_seq", 32])(content)
 
@@ -269,11 +269,11 @@ def other_host_library(content: dict[str, Any]) -> None:
 AGAINST_CODE: dict[str, tuple[Change, str]] = {
     "no model": (put({}, "plans"), "manifest.json has programs and no model"),
     "another library as the host's": (other_host_library, "o_ffn.so is not the library of the host's programs"),
-    "smaller caches": (shrink_caches, "program decode_attn_panels was not compiled for the slots in manifest.json"),
+    "smaller caches": (shrink_caches, "program flash_attn_panels was not compiled for the slots in manifest.json"),
     "longer context": (longer_context, "was compiled for a context of 2048, manifest.json says 4096"),
     "another program's entry": (
-        put("rms_gemv_rope", "programs", "rms_gemms_rope", "entry"),
-        "rms_gemms_rope.so has no program rms_gemv_rope",
+        put("o_gemv_ffn", "programs", "rms_gemms_rope", "entry"),
+        "rms_gemms_rope.so has no program o_gemv_ffn",
     ),
     "no program's entry": (put("team_create", "programs", "final_norm", "entry"), "host.so has no program team_create"),
     "a member of Python's": (put("_handle", "programs", "final_norm", "entry"), "host.so has no program _handle"),

@@ -24,9 +24,14 @@ def test_what_is_joined() -> None:
     assert names("o_ffn") == ["gemm_add", "rms_norm", "gemm_silu", "gemm_add"]
     assert names("o_gemv_ffn") == ["gemv_add", "rms_norm", "gemv_silu", "gemv_add"]
     assert names("rms_gemms_rope") == ["rms_norm", "gemm", "gemm", "gemm", "rope", "rope"]
+    attention = ["append_kv_panels", "decode_attention_panels"]
+    assert names("rms_gemv_attn_panels") == ["rms_norm", "gemv_qkv", "rope", "rope", *attention]
 
 
 def test_bound_as_the_separate_launches_were() -> None:
+    product = fuse(part(A_LLAMA, PartKey("rms_gemv_attn_panels")))[1]
+    assert product.args == {"x": "normed", "wq": "wq", "wk": "wk", "wv": "wv", "q": "q", "k": "k", "v": "v"}
+    assert product.scalars == {"q_cols": "q_dim", "kv_cols": "kv_dim", "cols": "emb"}
     first, _, swiglu, last = fuse(part(A_LLAMA, PartKey("o_ffn")))
     assert first.args == {"x": "attn_out", "weight": "wo", "residual": "x_residual", "out": "res1"}
     assert swiglu.args == {"x": "normed2", "gate": "w_gate", "up": "w_up", "out": "swiglu"}
@@ -44,15 +49,16 @@ def program(name: str) -> list[str]:
     return [" ".join(filter(None, (*m.group(1, 2, 3), m[4] and "own", m[5]))) for m in found if m]
 
 
-def test_threads_ask_for_weights_before_they_wait_and_norm_one_row_each_for_itself() -> None:
+def test_threads_ask_for_weights_before_they_wait_and_norm_and_rotate_one_row_each_for_itself() -> None:
     assert program("o_gemv_ffn") == [
         *["ask slots[1]", "barrier", "gemv_add"],
         *["ask slots[7]", "ask slots[9]", "barrier", "own rms_norm", "gemv_silu"],
         *["ask slots[12]", "barrier", "gemv_add"],
     ]
-    first = program("rms_gemv_rope")
-    assert first[:5] == ["ask slots[3]", "ask slots[5]", "ask slots[7]", "barrier", "own rms_norm"]
-    assert first[5:10] == ["gemv", "gemv", "gemv", "barrier", "rope"]
+    assert program("rms_gemv_attn_panels") == [
+        *["ask slots[3]", "ask slots[5]", "ask slots[7]", "barrier", "own rms_norm", "gemv_qkv"],
+        *["barrier", "own rope", "own rope", "append_kv_panels", "barrier", "decode_attention_panels"],
+    ]
     # Threads share the rows of a prompt, and a table is looked up.
     assert program("o_ffn")[3:5] == ["barrier", "rms_norm"]
     assert program("embed_tokens") == ["barrier", "embed"]

@@ -248,7 +248,7 @@ def test_programs_of_layers_that_differ_follow_from_a_period() -> None:
     assert found("wwwaww") == found("wwwa" * 20 + "ww")
     assert {p.name for p in found("wa" * 9)} - {p.name for p in found("w" * 9)} == {
         "flash_attn_panels__w16",
-        "decode_attn_panels__w16",
+        "rms_gemv_attn_panels__w16",
     }
 
 

@@ -133,8 +133,8 @@ def test_layers_of_other_formats_have_programs_of_their_own() -> None:
     assert layer_part(A_LLAMA, "o_ffn", 4, policy) == part(A_LLAMA, PartKey("o_ffn"), policy)
     grouping = targets()["cpu"].grouping("separate")
     names = {program.name for program in programs(A_LLAMA, grouping, policy=policy)}
-    assert {"o_gemv_ffn", "o_gemv_ffn__wo__bf16__w_down__int8", "rms_gemv_rope__wv__int6"} <= names
-    assert len(names) == 11 + 2 + 2
+    assert {"o_gemv_ffn", "o_gemv_ffn__wo__bf16__w_down__int8", "rms_gemv_attn_panels__wv__int6"} <= names
+    assert len(names) == 10 + 2 + 2
     first = programs(A_LLAMA, grouping, policy=parse_policy("int4,wo.0.1.2=int6"))
     assert {"o_ffn", "o_ffn__wo__int6"} <= {program.name for program in first}, "the fourth layer is as all others"
 

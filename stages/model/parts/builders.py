@@ -151,10 +151,13 @@ def _window(b: PartBuilder, sequence: int = 0) -> str:
     return b.slot(name, ("window", *KV_ROW), "input", buffer="kv_cache.{layer}", view=view, keeps=KV)
 
 
-def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False, quantises: bool = False) -> PartBuilder:
+def _norm_qkv_rope(
+    d: Described, rows: _Rows, interleave: bool = False, quantises: bool = False, role: str = "output"
+) -> PartBuilder:
     """Build the RMS norm, the Q/K/V projections and the rotary embedding of Q and K.
 
     Args:
+        role: that of the slots of the results.
         interleave: Whether K and V are written to rows of the interleaved cache. Then each query has its position,
             which comes with its angles.
         quantises: Whether these rows have scales, so that V's product cannot write them.
@@ -163,14 +166,14 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False, quantise
     x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
     norm_w, normed = _normed_input(d, b, rows, "norm_w", "normed", x)
     direct = interleave and not quantises
-    products = {which: _projection(d, b, rows, which, direct) for which in _WIDTHS}
+    products = {which: _projection(d, b, rows, which, direct, role) for which in _WIDTHS}
     names = ROW_NORMS if d.mixer.norms_rows else QK_NORMS
     norms = {name[0]: d.weight(b, name) for name in names} if d.mixer.qk_norm else {}
     tables = _angles(d, b, interleave)
     v = products["v"]["out"]
     kv = _interleaved(b, "output", FROM_POSITION) if quantises else v
-    q_roped = b.slot("q_roped", rows.act("placed_heads_dim" if interleave else "q_dim"), "output")
-    k_roped = kv if interleave else b.slot("k_roped", rows.act("kv_dim"), "output")
+    q_roped = b.slot("q_roped", rows.act("placed_heads_dim" if interleave else "q_dim"), role)
+    k_roped = kv if interleave else b.slot("k_roped", rows.act("kv_dim"), role)
     _norm_input(d, b, rows, x, norm_w, normed)
     for which, args in products.items():
         if which == "v" and direct:
@@ -190,17 +193,17 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False, quantise
 _WIDTHS = {"q": "q_dim", "k": "kv_dim", "v": "kv_dim"}
 
 
-def _projection(d: Described, b: PartBuilder, rows: _Rows, which: str, direct: bool) -> dict[str, str]:
+def _projection(d: Described, b: PartBuilder, rows: _Rows, which: str, direct: bool, role: str) -> dict[str, str]:
     """Add the slots of the projection of Q, K or V. Return its product's arguments besides the input.
 
-    `direct`: whether V goes straight into the cache.
+    `direct`: whether V goes straight into the cache. `role`: that of V, which is final.
     """
     weight = d.weight(b, f"w{which}")
     bias = {"bias": d.weight(b, f"b{which}")} if d.mixer.biased else {}
     if which == "v" and direct:
         out = _interleaved(b, "output", FROM_POSITION)
     else:
-        out = b.slot(which, rows.act(_WIDTHS[which]), "output" if which == "v" else "scratch")
+        out = b.slot(which, rows.act(_WIDTHS[which]), role if which == "v" else "scratch")
     return {"weight": weight, "out": out, **bias}
 
 
@@ -531,13 +534,25 @@ def _new_rows(b: PartBuilder, rows: _Rows) -> tuple[str, dict[str, str]]:
     return q, {"k": k, "v": b.slot("v", rows.act("kv_dim"), "input")}
 
 
-def _attend_panels(d: Described, rows: _Rows, kernel: str, **scalars: Dim) -> PartBuilder:
-    """Build a part that appends new rows of K and V to a cache in panels, then attends over it.
-
-    The host's attention streams the panels.
-    """
+def _flash_attn_panels(d: Described) -> PartBuilder:
+    """Build a part that appends a prompt's rows of K and V to a cache in panels, then attends over it."""
     b = PartBuilder()
-    q, new = _new_rows(b, rows)
+    q, new = _new_rows(b, _PROMPT)
+    _attend_panels(d, b, _PROMPT, "flash_attention_panels", q, new, seq="seq")
+    return b
+
+
+def _norm_attn_panels(d: Described) -> PartBuilder:
+    """Build all of a token's attention but the output projection, over a cache in panels."""
+    b = _norm_qkv_rope(d, _TOKEN, role="scratch")
+    _attend_panels(d, b, _TOKEN, "decode_attention_panels", "q_roped", {"k": "k_roped", "v": "v"})
+    return b
+
+
+def _attend_panels(
+    d: Described, b: PartBuilder, rows: _Rows, kernel: str, q: str, new: dict[str, str], **scalars: Dim
+) -> None:
+    """Append new rows of K and V to a cache in panels, which the host's attention streams, then attend over it."""
     block = ("kv_blocks", "kv_heads", "kv_block_positions")
     cache = {
         f"{which}_panels": b.slot(
@@ -548,7 +563,6 @@ def _attend_panels(d: Described, rows: _Rows, kernel: str, **scalars: Dim) -> Pa
     out = b.slot("attn_out", rows.act("q_dim"), "output")
     b.launch("append_kv_panels", new | cache, rows=rows.rows, pos="pos", kv_heads="kv_heads", head_dim="head_dim")
     _attend(d, b, kernel, {"q": q, **cache, "out": out}, **scalars)
-    return b
 
 
 def _decode_attn_kv(d: Described) -> PartBuilder:
@@ -734,8 +748,8 @@ BUILDERS: dict[str, Build] = {
     "rms_gemv_conv": lambda d: _norm_conv(d, _TOKEN),
     **_of_tokens("norm_gemv_conv", _norm_conv_gemv),
     "flash_attn": _flash_attn,
-    "flash_attn_panels": lambda d: _attend_panels(d, _PROMPT, "flash_attention_panels", seq="seq"),
-    "decode_attn_panels": lambda d: _attend_panels(d, _TOKEN, "decode_attention_panels"),
+    "flash_attn_panels": _flash_attn_panels,
+    "rms_gemv_attn_panels": _norm_attn_panels,
     "decode_attn_kv": _decode_attn_kv,
     **_of_tokens("norm_qkv_gemv", _norm_qkv_gemv),
     **_of_tokens("token_attn", _token_attn),
@@ -785,7 +799,7 @@ QUANTISED: dict[str, Build] = {
 MIXES: dict[str, str] = {
     **dict.fromkeys(("rms_gemms_rope", "rms_gemms_rope_kv", "rms_gemv_rope", "norm_qkv_gemv"), Attention.kind),
     **dict.fromkeys(("flash_attn", "flash_attn_panels"), Attention.kind),
-    **dict.fromkeys(("decode_attn_panels", "decode_attn_kv", "token_attn"), Attention.kind),
+    **dict.fromkeys(("rms_gemv_attn_panels", "decode_attn_kv", "token_attn"), Attention.kind),
     **dict.fromkeys(("rms_gemm_conv", "rms_gemv_conv", "norm_gemv_conv"), ShortConv.kind),
     **dict.fromkeys((f"{BATCHED}norm_qkv_gemv", f"{BATCHED}token_attn"), Attention.kind),
     **dict.fromkeys(map(attention_of, COUNTS), Attention.kind),

@@ -445,6 +445,18 @@ def _bound_biased_product(case: Case) -> tuple[ErrorBound, ...]:
     return (ErrorBound(bound.limit + ulp(np.abs(product) + bound.limit), np.ones(result.shape)),)
 
 
+def _bound_qkv(case: Case) -> tuple[ErrorBound, ...]:
+    """Bound the products of Q, K and V: each is a product of its own."""
+    bounds: tuple[ErrorBound, ...] = ()
+    for which, result in zip("qkv", case.results, strict=True):
+        own = replace(case, weights={"weight": case.weights[f"w{which}"]}, results=(result,))
+        if (bias := case.inputs.get(f"b{which}")) is None:
+            bounds += _bound_product(own)
+        else:
+            bounds += _bound_biased_product(replace(own, inputs={**case.inputs, "bias": bias}))
+    return bounds
+
+
 def _rounds_products(case: Case) -> bool:
     """Return whether a biased product is rounded before the sum."""
     kernel = case.op.kernel
@@ -678,6 +690,7 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     **dict.fromkeys(("norm_rope", "norm_rope_kv"), _bound_normed_rotation),
     "norm_rope_q": partial(_bound_query_rotation, rotation=_bound_normed_rotation),
     **dict.fromkeys(("gemm_bias", "gemm_kv_bias", "gemv_bias", "norm_gemv_bias"), _bound_biased_product),
+    **dict.fromkeys(("gemv_qkv", "gemv_qkv_bias"), _bound_qkv),
     "rope_q": _bound_query_rotation,
     "short_conv": _bound_short_conv,
     **dict.fromkeys(("token_attention", "norm_token_attention"), _bound_token_attention),

@@ -15,13 +15,13 @@ _PROMPT = {
     ShortConv.kind: ("rms_gemm_conv", "o_ffn"),
 }
 _TOKEN = {
-    Attention.kind: ("rms_gemv_rope", "decode_attn_panels", "o_gemv_ffn"),
+    Attention.kind: ("rms_gemv_attn_panels", "o_gemv_ffn"),
     ShortConv.kind: ("rms_gemv_conv", "o_gemv_ffn"),
 }
 _ROW_LOGITS = Chain((), dict.fromkeys(_PROMPT, ()), ("final_norm_rows", "lm_head_gemm"), scale=SCALE_LOGITS_ROWS)
 _DEVICE = (
     *_PROMPT[Attention.kind],
-    "rms_gemv_rope",
+    "rms_gemv_attn_panels",
     "rms_gemm_conv",
     "rms_gemv_conv",
     "o_gemv_ffn",

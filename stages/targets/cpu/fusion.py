@@ -25,7 +25,8 @@ def fuse(part: Part) -> tuple[Launch, ...]:
     """The part's launches with projections joined to the residual add or the activation that alone reads them."""
     launches, joined = list(part.launches), []
     while launches:
-        count, launch = _swiglu(part, launches) or _residual(part, launches) or (1, launches[0])
+        found = (join(part, launches) for join in (_swiglu, _residual, _qkv))
+        count, launch = next(filter(None, found), (1, launches[0]))
         joined.append(launch)
         del launches[:count]
     return tuple(joined)
@@ -51,6 +52,23 @@ def _residual(part: Part, launches: Sequence[Launch]) -> tuple[int, Launch] | No
             if product.args["out"] == add.args["b"] and _only_here(part, (add.args["b"],)):
                 args = {**product.args, "residual": add.args["a"], "out": add.args["out"]}
                 return 2, Launch(kernels()[f"{product.kernel.name}_add"], args, product.scalars)
+    return None
+
+
+def _qkv(part: Part, launches: Sequence[Launch]) -> tuple[int, Launch] | None:
+    """Projections of one vector, of which the last two have as many outputs."""
+    match launches[:3]:
+        case [q, k, v] if q.kernel.operation in ("gemv", "gemv_bias") and q.kernel == k.kernel == v.kernel:
+            if q.args["x"] == k.args["x"] == v.args["x"] and k.scalars == v.scalars:
+                args = {"x": q.args["x"]}
+                for which, launch in zip("qkv", (q, k, v), strict=True):
+                    named = {"weight": f"w{which}", "bias": f"b{which}", "out": which}
+                    args |= {named[arg]: slot for arg, slot in launch.args.items() if arg in named}
+                scalars = {"q_cols": q.scalars["out_cols"], "kv_cols": k.scalars["out_cols"], "cols": q.scalars["cols"]}
+                operation = q.kernel.operation.replace("gemv", "gemv_qkv")
+                return 3, Launch(
+                    kernels()[format_kernel(operation, q.kernel.stored, q.kernel.activations)], args, scalars
+                )
     return None
 
 

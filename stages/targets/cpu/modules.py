@@ -156,12 +156,12 @@ def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:
     lines += _own_results([(places[name], size(name)) for name in own])
     places |= {name: f"own[{i}]" for i, name in enumerate(own)}
     for stretch in _between_barriers(run, own):
-        weights = [name for launch in stretch for name in _streamed(part, launch)]
-        lines += [f"  worker->ask({places[name]}, {size(name)});" for name in weights]
+        for weights in (weights for launch in stretch for weights in _streamed(part, launch)):
+            lines += _asks([(places[name], size(name)) for name in weights])
         lines.append("  worker->barrier();")
         for launch in stretch:
             alone = _by_each(part, launch)
-            before = "Worker alone; " if alone else "for (const Run &run : *dims) " if _by_runs(launch) else ""
+            before = ("Worker alone; " if alone else "") + ("for (const Run &run : *dims) " if _by_runs(launch) else "")
             call = _kernel_call(part, launch, places, dimensions, "alone" if alone else "*worker")
             lines.append(f"  worker->launch([&] {{ {before}{call} }});")
     about = {
@@ -180,11 +180,11 @@ def _by_runs(launch: Launch) -> bool:
 
 
 def _by_each(part: Part, launch: Launch) -> bool:
-    """Return whether every thread computes the result of a launch for itself: a norm of one row that only `part` sees.
+    """Return whether every thread computes the result of a launch for itself: of one row, which only `part` sees.
 
-    That takes less time than waiting for the thread that would compute it, and then for its result.
+    A norm or a rotation takes less time than waiting for the thread that would compute it, and then for its result.
     """
-    one = launch.kernel.name == "rms_norm" and launch.scalars["rows"] == 1
+    one = launch.kernel.name in ("rms_norm", "rope", "norm_rope") and launch.scalars["rows"] == 1
     return one and all(part.slot(name).role == "scratch" for name in launch.writes())
 
 
@@ -201,6 +201,16 @@ def _own_results(results: Sequence[tuple[str, int]]) -> list[str]:
         f"  char *const results = worker->own_results({ends[-1]});",
         f"  void *const own[] = {{{', '.join(places)}}};",
     ]
+
+
+def _asks(weights: Sequence[tuple[str, int]]) -> list[str]:
+    """Return C++ by which a thread asks for the begin of its share of weights that are shared out as one.
+
+    `weights`: C++ of the slot of each, and its bytes.
+    """
+    ends = [*accumulate((size for _, size in weights), initial=0)]
+    placed = zip(weights, ends, strict=False)
+    return [f"  worker->ask({slot}, {size}, {before}, {ends[-1]});" for (slot, size), before in placed]
 
 
 def _between_barriers(run: Sequence[Launch], own: Collection[str]) -> list[list[Launch]]:
@@ -223,13 +233,15 @@ def _between_barriers(run: Sequence[Launch], own: Collection[str]) -> list[list[
     return stretches
 
 
-def _streamed(part: Part, launch: Launch) -> list[str]:
+def _streamed(part: Part, launch: Launch) -> list[list[str]]:
     """Return the weights of a product of which every thread reads a share, from the share's begin on.
 
-    A table is none: its rows are looked up. Nor are weights of experts, of which a row reads some.
+    Those in one list are shared out as one. A table is none: its rows are looked up. Nor are weights of experts, of
+    which a row reads some.
     """
     names = [launch.args[arg.name] for arg in launch.kernel.args if arg.matrix and "x" in launch.args]
-    return [name for name in names if len(part.slot(name).shape) == 2]
+    streamed = [name for name in names if len(part.slot(name).shape) == 2]
+    return [streamed] if "kv_cols" in launch.scalars else [[name] for name in streamed]
 
 
 def _kernel_call(
