@@ -13,21 +13,37 @@ INLINE void expect_lines(const T *first, int64_t count) {
     __builtin_prefetch(first + count - 1, written, 3);
 }
 
+// The outputs that a panel has.
+INLINE int64_t panel_outputs(int64_t panel, int64_t out_cols) {
+    const int64_t left = out_cols - panel * panel_rows;
+    return left < panel_rows ? left : panel_rows;
+}
+
 // With the bias, if there is one, added before the sums are rounded.
 struct StoreBf16 {
     static constexpr int64_t weights = 1;
     bf16 *out;
     int64_t out_cols;
     const bf16 *bias = nullptr;
+    const Joined *joined = nullptr;  // the matrices, if a vector is multiplied with several as one
 
     INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
-        bf16 *o = out + r * out_cols + column;
+        Joined::Result to = {out, out_cols, bias};
+        if (joined != nullptr) {
+            const int64_t panel = column / panel_rows, of = joined->of(panel), own = panel - joined->begins[of];
+            to = joined->results[of];
+            column = own * panel_rows;
+            count = panel_outputs(own, to.out_cols);
+        }
+        bf16 *o = to.out + r * to.out_cols + column;
         for (int64_t i = 0; i < count; i += lanes) {
             const f32v sum = load<f32v>(sums + i);
-            store_bf16(o + i, bias == nullptr ? sum : sum + load_bf16(bias + column + i, count - i), count - i);
+            store_bf16(o + i, to.bias == nullptr ? sum : sum + load_bf16(to.bias + column + i, count - i), count - i);
         }
     }
 };
+
+INLINE const Joined *joined_by(const StoreBf16 &epilogue) { return epilogue.joined; }
 
 struct StoreF32 {
     static constexpr int64_t weights = 1;
@@ -77,12 +93,6 @@ INLINE void expect_row(const Epilogue &epilogue, int64_t r, int64_t column, int6
 INLINE void expect_row(const AddResidual &epilogue, int64_t r, int64_t column, int64_t count) {
     expect_row<AddResidual>(epilogue, r, column, count);
     expect_lines<0>(epilogue.residual + r * epilogue.out_cols + column, count);
-}
-
-// The outputs that a panel has.
-INLINE int64_t panel_outputs(int64_t panel, int64_t out_cols) {
-    const int64_t left = out_cols - panel * panel_rows;
-    return left < panel_rows ? left : panel_rows;
 }
 
 // One panel of row r: sums as its epilogue takes them, of outputs from panel * panel_rows on.

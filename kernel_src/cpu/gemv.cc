@@ -26,8 +26,8 @@ static void gemv(const bf16 *weight, const bf16 *x, const bf16 *bias, bf16 *out,
 static void gemv_qkv(const bf16 *wq, const bf16 *wk, const bf16 *wv, const bf16 *x, const bf16 *bq, const bf16 *bk, const bf16 *bv,
                      bf16 *q, bf16 *k, bf16 *v, int64_t q_cols, int64_t kv_cols, int64_t cols, Worker &worker) {
     const bf16 *weights[] = {wq, wk, wv};
-    const StoreBf16 results[] = {{q, q_cols, bq}, {k, kv_cols, bk}, {v, kv_cols, bv}};
-    joined_gemv<Gemv<StoreBf16>, Gemv<StoreEach>>(weights, x, panel_size(cols), cols, results, worker);
+    const Joined::Result results[] = {{q, q_cols, bq}, {k, kv_cols, bk}, {v, kv_cols, bv}};
+    joined_gemv<Gemv<StoreBf16>>(weights, x, panel_size(cols), cols, results, worker);
 }
 
 static void gemv_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,

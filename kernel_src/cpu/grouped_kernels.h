@@ -48,9 +48,8 @@ static void gemv(const int8_t *weight, const bf16 *x, bf16 *out, int64_t out_col
 static void gemv_qkv_bias(const int8_t *wq, const int8_t *wk, const int8_t *wv, const bf16 *x, const bf16 *bq, const bf16 *bk,
                           const bf16 *bv, bf16 *q, bf16 *k, bf16 *v, int64_t q_cols, int64_t kv_cols, int64_t cols, Worker &worker) {
     const uint8_t *weights[] = {bytes(wq), bytes(wk), bytes(wv)};
-    const StoreBf16 results[] = {{q, q_cols, bq}, {k, kv_cols, bk}, {v, kv_cols, bv}};
-    joined_gemv<GroupedGemv<FORMAT, StoreBf16>, GroupedGemv<FORMAT, StoreEach>>(weights, x, GroupedPanel<FORMAT>::size(cols), cols,
-                                                                                results, worker);
+    const Joined::Result results[] = {{q, q_cols, bq}, {k, kv_cols, bk}, {v, kv_cols, bv}};
+    joined_gemv<GroupedGemv<FORMAT, StoreBf16>>(weights, x, GroupedPanel<FORMAT>::size(cols), cols, results, worker);
 }
 
 static void gemv_qkv(const int8_t *wq, const int8_t *wk, const int8_t *wv, const bf16 *x, bf16 *q, bf16 *k, bf16 *v, int64_t q_cols,

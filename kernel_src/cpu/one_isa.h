@@ -10,6 +10,7 @@
 //
 // The target pragma does not reach lambdas in every compiler: kernels use function objects instead.
 #include "isa.h"
+#include "joined.h"
 #include "kernel.h"
 #include "panels.h"
 #include "system.h"

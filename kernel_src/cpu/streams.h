@@ -34,19 +34,6 @@ INLINE void prefetch(const void *line) {
 #endif
 }
 
-// Further matrices with as many inputs, whose panels are counted on from the first one's: with which panel each begins, and how much
-// further it lies than if it came behind the first, in elements.
-struct Joined {
-    static constexpr int most = 2;
-    int64_t begins[most], jumps[most];
-
-    INLINE_MEMBER int64_t jump(int64_t panel) const {
-        int64_t jump = 0;
-        for (int i = 0; i < most; i++) jump = panel >= begins[i] ? jumps[i] : jump;
-        return jump;
-    }
-};
-
 // The panels that a worker was given, up to `end`, and those that it took after them. At hand are `panel` and others that
 // are `apart`; `following` comes behind it, with as many.
 struct Turn {
@@ -57,7 +44,7 @@ struct Turn {
     int64_t apart = 1, following = 0;
 
     // Where a panel of `size` elements lies, from the first one on.
-    INLINE_MEMBER int64_t place(int64_t of, int64_t size) const { return of * size + (joined == nullptr ? 0 : joined->jump(of)); }
+    INLINE_MEMBER int64_t place(int64_t of, int64_t size) const { return of * size + (joined == nullptr ? 0 : joined->jumps[joined->of(of)]); }
 
     void take() {
         more = chunks.next(next, next_end);
@@ -181,7 +168,7 @@ template <class Most, class Epilogue, class Prepare, class Multiply>
 INLINE void each_panels(Chunks &chunks, const Epilogue &epilogue, const Prepare &prepare, const Multiply &multiply) {
     KeptRow<Epilogue> row(epilogue);
     const Joined *const joined = joined_by(epilogue);
-    if (joined != nullptr) chunks.cut_at(joined->begins[0], joined->begins[1]);
+    if (joined != nullptr) chunks.cut_at(joined->begins[1], joined->begins[2]);
     const Epilogue *keeping = nullptr;
     each_turn<Most>(
         chunks, [&](auto some, Turn &turn) { multiply(some, turn, *keeping); }, prepare,
