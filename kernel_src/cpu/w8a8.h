@@ -256,9 +256,11 @@ public:
         : weights_(weights), quantised_(quantised), scales_(scales), rows_(rows), cols_(cols), out_cols_(out_cols),
           epilogue_(epilogue) {}
 
-    // So many panels are read at a time, of all weights, as leave their sums in registers.
+    // Two panels are read at a time, of all weights, where the machine's own requests run ahead; elsewhere as many as leave their sums
+    // in registers.
     void run(Worker &worker) {
-        if (rows_ <= most_eight_rows) run_in<most_tile_panels>(worker);
+        if (reads_ahead) run_in<few_panels>(worker);
+        else if (rows_ <= most_eight_rows) run_in<most_tile_panels>(worker);
         else run_in<tile_panels>(worker);
     }
 
@@ -297,10 +299,8 @@ private:
     void multiply_lines(IntegerTileArgs &args, int64_t from, int64_t until, int64_t ahead) const {
         args.from = from, args.until = until, args.ahead = ahead;
         with_rows(rows_, [&](auto known) {
-            if constexpr (known.count <= (P == tile_panels ? tile_rows : most_eight_rows)) {
-                if (reads_ahead) integer_tile<known.count, P, false>(args);
-                else integer_tile<known.count, P, true>(args);
-            }
+            if constexpr (known.count <= (P == most_tile_panels ? most_eight_rows : tile_rows))
+                integer_tile<known.count, P, P != few_panels>(args);
         });
     }
 
@@ -317,6 +317,7 @@ private:
         }
     }
 
+    static constexpr int few_panels = 2;
     static constexpr int64_t most_eight_rows = 3;  // whose sums with eight panels fit registers
     static constexpr int64_t far_lines = 32;       // ahead, that are asked for
 
