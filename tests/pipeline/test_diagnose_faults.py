@@ -134,7 +134,7 @@ HOST = [
     Fault(
         "rounding",
         "epilogue.h",
-        "store_bf16(o + i, bias == nullptr ? sum : sum + load_bf16(bias + column + i, count - i), count - i);",
+        "store_bf16(o + i, to.bias == nullptr ? sum : sum + load_bf16(to.bias + column + i, count - i), count - i);",
         cut_off("o + i", "sum", "count - i"),
         ("gemm", *FIRST),
     ),
