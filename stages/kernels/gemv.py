@@ -339,6 +339,7 @@ _OF_A_TOKEN = (
 )
 
 _OF_THE_HOST = ("gemv_silu", "gemv_qkv", "gemv_qkv_bias", "gemv_rows_f32")
+"""Products that the array has none of, so that there are none for several tokens either."""
 
 # Templates, too: the array computes for several tokens with weights in groups alone.
 KERNELS = (

@@ -87,6 +87,7 @@ ARRAY_LAYOUTS = {
 for decode: in prefill, the array reads weights that the host has unpacked."""
 
 _BIASES = ("bias", "bq", "bk", "bv")
+"""Arguments that are added to a product, in the order of the weights."""
 
 UNPACKING = {
     "unpack": ("lanes", "first rows"),

@@ -22,7 +22,10 @@ _PRODUCTS = tuple(
 
 
 def fuse(part: Part) -> tuple[Launch, ...]:
-    """The part's launches with projections joined to the residual add or the activation that alone reads them."""
+    """The part's launches with projections joined to the residual add or the activation that alone reads them.
+
+    Those of Q, K and V of a token are joined to each other.
+    """
     launches, joined = list(part.launches), []
     while launches:
         found = (join(part, launches) for join in (_swiglu, _residual, _qkv))
