@@ -13,7 +13,6 @@
 #include "operand.h"
 #include "streams.h"
 #include "gemv_core.h"
-#include "joined_gemv.h"
 
 namespace ISA {
 

@@ -17,7 +17,6 @@
 #include "minima.h"
 #include "byte_rows.h"
 #include "grouped_gemv.h"
-#include "joined_gemv.h"
 #include "grouped_rows.h"
 #include "grouped_gemm.h"
 #include "w8a8.h"

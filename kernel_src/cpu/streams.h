@@ -44,7 +44,9 @@ struct Turn {
     int64_t apart = 1, following = 0;
 
     // Where a panel of `size` elements lies, from the first one on.
-    INLINE_MEMBER int64_t place(int64_t of, int64_t size) const { return of * size + (joined == nullptr ? 0 : joined->jumps[joined->of(of)]); }
+    INLINE_MEMBER int64_t place(int64_t number, int64_t size) const {
+        return number * size + (joined == nullptr ? 0 : joined->jumps[joined->of(number)]);
+    }
 
     void take() {
         more = chunks.next(next, next_end);
@@ -191,6 +193,23 @@ INLINE void each_weight(const Weight *const *first, int64_t size, Turn &turn, co
         multiply(w, first[w] + at,
                  w + 1 < weights ? After<Weight>{first[w + 1] + at, first[0], size, turn} : after_turn(first[0], size, turn));
     }
+}
+
+// Multiplies x with each of Q's, K's and V's weights by a Product: with all as one where the machine reads few long streams fastest.
+// `size`: elements of a panel.
+template <class Product, class Weight>
+INLINE void joined_gemv(const Weight *const *weights, const bf16 *x, int64_t size, int64_t cols, const Joined::Result *results, Worker &worker) {
+    Joined joined = {};
+    int64_t panels = 0;
+    for (int i = 0; i < Joined::most; i++) {
+        const auto &[out, out_cols, bias] = joined.results[i] = results[i];
+        if (!reads_ahead) Product(weights + i, out_cols, cols, {out, out_cols, bias}).run(x, worker);
+        joined.begins[i] = panels;
+        joined.jumps[i] = weights[i] - weights[0] - panels * size;
+        panels += panel_count(out_cols);
+    }
+    const int64_t all = panels * panel_rows;
+    if (reads_ahead) Product(weights, all, cols, {results[0].out, all, nullptr, &joined}).run(x, worker);
 }
 
 }  // namespace

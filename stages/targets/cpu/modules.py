@@ -156,8 +156,9 @@ def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:
     lines += _own_results([(places[name], size(name)) for name in own])
     places |= {name: f"own[{i}]" for i, name in enumerate(own)}
     for stretch in _between_barriers(run, own):
-        for weights in (weights for launch in stretch for weights in _streamed(part, launch)):
-            lines += _asks([(places[name], size(name)) for name in weights])
+        for launch in stretch:
+            for weights in _streamed(part, launch):
+                lines += _asks([(places[name], size(name)) for name in weights])
         lines.append("  worker->barrier();")
         for launch in stretch:
             alone = _by_each(part, launch)
@@ -236,12 +237,12 @@ def _between_barriers(run: Sequence[Launch], own: Collection[str]) -> list[list[
 def _streamed(part: Part, launch: Launch) -> list[list[str]]:
     """Return the weights of a product of which every thread reads a share, from the share's begin on.
 
-    Those in one list are shared out as one. A table is none: its rows are looked up. Nor are weights of experts, of
-    which a row reads some.
+    Weights with a result each are shared out as one, and are one list. Those that make one result together are shared
+    out alike. A table is none: its rows are looked up. Nor are weights of experts, of which a row reads some.
     """
     names = [launch.args[arg.name] for arg in launch.kernel.args if arg.matrix and "x" in launch.args]
     streamed = [name for name in names if len(part.slot(name).shape) == 2]
-    return [streamed] if "kv_cols" in launch.scalars else [[name] for name in streamed]
+    return [streamed] if len(launch.writes()) == len(streamed) else [[name] for name in streamed]
 
 
 def _kernel_call(
