@@ -6,13 +6,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from llama_npu2.artifact.storage import File
-from llama_npu2.devices import HostBuffer
+from llama_npu2.devices import HostBuffer, StoredWeight
 from llama_npu2.devices.cpu import CpuDevice
 
 _PAGE = mmap.PAGESIZE
@@ -33,8 +33,12 @@ class GuardedDevice(CpuDevice):
     def alloc(self, nbytes: int, host: bool = False) -> HostBuffer:
         return HostBuffer(_guarded(super().alloc(_around(nbytes)).bytes, nbytes, self.at_end))
 
-    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
-        """A copy, made once."""
+    def load_weights(self, weights: Sequence[StoredWeight]) -> list[HostBuffer]:
+        """Copies, made once."""
+        return list(map(self._copy, weights))
+
+    def _copy(self, weight: StoredWeight) -> HostBuffer:
+        file, offset, nbytes, *_ = weight
         key = (file.path, offset, nbytes, self.at_end)
         if key not in self._weights:
             content = np.memmap(file.container, np.uint8, "r", file.start + offset, (nbytes,))

@@ -39,7 +39,7 @@ from llama_npu2.artifact.storage import File
 from llama_npu2.artifact.validation import check_manifest
 from llama_npu2.cli import bench
 from llama_npu2.cli.profile import profile
-from llama_npu2.devices import Binding, Call, xrt
+from llama_npu2.devices import Binding, Call, StoredWeight, xrt
 from llama_npu2.devices.spans import nested
 from llama_npu2.devices.xrt import XrtDevice, limits, session, submissions
 from llama_npu2.devices.xrt.buffers import Ranges
@@ -544,7 +544,7 @@ def test_blob_that_ends_early(simulated: Path, tmp_path: Path) -> None:
     path.write_bytes(bytes(100))
     device = XrtDevice(File.at(simulated / "elf/host.so"), 1)
     with pytest.raises(UserError, match="blob ends 28 bytes early"):
-        device.load_weights(File.at(path), 64, 64)
+        device.load_weights([StoredWeight(File.at(path), 64, 64, host=False)])
     device.close()
 
 

@@ -57,6 +57,20 @@ class File:
                 left -= len(chunk)
                 yield chunk
 
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        """Fill `memory` with the content from byte `offset` on. Raises UserError if it ends early or cannot be read."""
+        filled, size = 0, min(len(memory), max(self.size - offset, 0))
+        try:
+            with self.container.open("rb", buffering=0) as container:
+                container.seek(self.start + offset)
+                while filled < size and (count := container.readinto(memory[filled:size])):
+                    filled += count
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}: copy it again or run doit compile") from None
+        if filled < len(memory):
+            short = len(memory) - filled
+            raise UserError(f"{self.path} ends {short} bytes early: copy it again or run doit compile")
+
     def read_bytes(self) -> bytes:
         """Return the whole content. Raises OSError, and Altered if its SHA-256 is not `sha256`."""
         content = b"".join(self.chunks(max(self.size, 1)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,6 +39,19 @@ class HostBuffer:
     def store(self, low: int, content: np.ndarray) -> None:
         """Replace bytes from `low` on, for programs to read."""
         self.bytes[low : low + len(content)] = content
+
+
+class StoredWeight(NamedTuple):
+    """Where a weight or a table lies in a file, and who reads it."""
+
+    file: File
+    offset: int
+    """Bytes of the file in front of it."""
+    nbytes: int
+    host: bool = True
+    """Whether host programs alone use it."""
+    in_full: bool = True
+    """Whether each token reads all of it, not some rows or some experts."""
 
 
 @frozen
@@ -105,8 +118,8 @@ class Device(Protocol):
     def alloc(self, nbytes: int, host: bool = False) -> Any:
         """Return a zeroed buffer of the device."""
 
-    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> Any:
-        """Return a read-only buffer with `nbytes` of a file from `offset` on."""
+    def load_weights(self, weights: Sequence[StoredWeight]) -> list[Any]:
+        """Return a read-only buffer of each. Raises UserError if a file ends early or cannot be read."""
 
     def array(self, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         """Return the host's view of a buffer."""

@@ -1,8 +1,7 @@
-"""The host CPU: programs are shared objects, weights are mapped files, a submission is one call into native code."""
+"""The host CPU: programs are shared objects, a submission is one call into native code."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -10,7 +9,6 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +17,10 @@ from llama_npu2.artifact.attended import pairs_attended, positions_read
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import BLOCK_POSITIONS, Positions, first_of
 from llama_npu2.artifact.storage import File
-from llama_npu2.devices import Call, Declared, HostBuffer
+from llama_npu2.devices import Call, Declared, HostBuffer, StoredWeight
 from llama_npu2.devices.libraries import entry_point, open_library
 from llama_npu2.devices.spans import Recorder, Span
+from llama_npu2.devices.weights import load
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.frozen import frozen
 
@@ -87,7 +86,7 @@ class CpuProgram:
     version."""
 
 
-def _no_code_for_this_cpu(library: Path) -> UserError:
+def _no_code_for_this_cpu(library: os.PathLike[str]) -> UserError:
     """Return the error for a library that was built for CPUs with other instruction sets only."""
     chosen, remedy = os.environ.get("LLAMA_NPU2_ISA"), "run doit compile, which adds the code for all CPUs"
     if chosen:
@@ -99,7 +98,6 @@ class CpuDevice:
     """The device interface on the CPU, with a team of threads; `threads=0` uses every CPU that this process may use."""
 
     def __init__(self, host_library: File, threads: int = 0) -> None:
-        self._files: dict[Path, mmap.mmap] = {}
         self.native_seconds = 0.0
         """Time spent in programs so far."""
         self.recorder: Recorder | None = None
@@ -147,16 +145,9 @@ class CpuDevice:
             raise UserError(f"cannot reserve {size >> 20} MiB of memory ({error})") from None
         return HostBuffer(np.frombuffer(memory, np.uint8, nbytes))
 
-    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
-        """Map the file: no copy, and pages are shared with every process that runs the model."""
-        if file.container not in self._files:
-            with file.container.open("rb") as container:
-                mapping = mmap.mmap(container.fileno(), 0, prot=mmap.PROT_READ)
-            with contextlib.suppress(AttributeError, OSError):
-                # Where kernel and file system can, this caches and maps it in huge pages: fewer faults and misses.
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-            self._files[file.container] = mapping
-        return HostBuffer(np.frombuffer(self._files[file.container], np.uint8, nbytes, file.start + offset))
+    def load_weights(self, weights: Sequence[StoredWeight]) -> list[HostBuffer]:
+        """Return each weight's content, in huge pages or mapped. Raises UserError."""
+        return load(weights, self.threads)
 
     def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return buffer.bytes.view(dtype).reshape(shape)

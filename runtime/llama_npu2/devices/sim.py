@@ -15,7 +15,7 @@ import numpy as np
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import Positions
 from llama_npu2.artifact.storage import File
-from llama_npu2.devices import Call, Declared, HostBuffer, Submission
+from llama_npu2.devices import Call, Declared, HostBuffer, StoredWeight, Submission
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import entry_point, open_library
 from llama_npu2.devices.spans import Recorder, Timer
@@ -124,8 +124,8 @@ class SimDevice:
     def alloc(self, nbytes: int, host: bool = False) -> HostBuffer:
         return self._cpu.alloc(nbytes)
 
-    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
-        return self._cpu.load_weights(file, offset, nbytes)
+    def load_weights(self, weights: Sequence[StoredWeight]) -> list[HostBuffer]:
+        return self._cpu.load_weights(weights)
 
     def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return self._cpu.array(buffer, dtype, shape)

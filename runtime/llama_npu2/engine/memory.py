@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from llama_npu2.artifact.dtypes import DTYPES
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import BLOCK_POSITIONS, BufferRef, Phase, PlannedCall
-from llama_npu2.devices import Binding, Call, Declared, Device
+from llama_npu2.devices import Binding, Call, Declared, Device, StoredWeight
 from llama_npu2.errors import REMEDY, UserError
 
 
@@ -145,6 +146,7 @@ class Memory:
         }
         shared = 0 if shared_from else _shared_bytes(manifest)
         self._shared: Any = device.alloc(shared) if shared else None
+        self._weights = {} if shared_from else self._load_weights()
         self._buffers = {name: self._create(name, shared_from) for name in manifest.buffers}
 
     def _create(self, name: str, shared_from: Memory | None) -> Any:
@@ -152,13 +154,26 @@ class Memory:
         host, nbytes = name not in self._on_device, manifest.nbytes(name)
         if shared_from and "at" not in spec:
             return shared_from._buffers[name]
-        if "file" in spec:
-            return device.load_weights(manifest.file(spec["file"]), spec["offset"], nbytes, host)
+        if name in self._weights:
+            return self._weights[name]
         if "at" in spec and not shared_from:
             return self._shared.part(spec["at"], nbytes)
         if name in self._in_blocks:
             return device.alloc(max(nbytes, self._in_blocks[name].end(self.blocks)), host)
         return device.alloc(nbytes, host)
+
+    def _load_weights(self) -> dict[str, Any]:
+        """Return the buffers of weights and tables, by name."""
+        manifest, places = self._manifest, {name: spec for name, spec in self._specs.items() if "file" in spec}
+        read = {name for calls in manifest.plans.values() for call in calls for name in manifest.weights_read(call)}
+        in_full = {name for name in read if manifest.share(name) == 1}
+
+        def stored(name: str, spec: Mapping[str, Any]) -> StoredWeight:
+            file, nbytes = manifest.file(spec["file"]), manifest.nbytes(name)
+            return StoredWeight(file, spec["offset"], nbytes, name not in self._on_device, name in in_full)
+
+        loaded = self._device.load_weights(list(starmap(stored, places.items())))
+        return dict(zip(places, loaded, strict=True))
 
     def block(self, number: int) -> list[np.ndarray]:
         """Return the bytes of a block in every cache, in the order of the manifest's buffers."""

@@ -95,9 +95,10 @@ class Place:
         others = [Manifest.open(directory) for directory in directories[1:]]
         for manifest in others:
             manifest.check_trusted()
+        keeping = self._keeping(load, bool(others))  # by the memory that is available before a model has some of it
         llm = load(directories[0])
         try:
-            asyncio.run(self._serve(llm, others, load))
+            asyncio.run(self._serve(llm, others, keeping))
         finally:
             llm.close()  # again, if all went well
 
@@ -111,9 +112,9 @@ class Place:
             options.kv_memory << 20,
         )
 
-    async def _serve(self, llm: Llama, others: Sequence[Manifest], load: Callable[[Path], Llama]) -> None:
+    async def _serve(self, llm: Llama, others: Sequence[Manifest], keeping: Keeping) -> None:
         options = self.options
-        async with Models([llm.manifest, *others], self._keeping(load, bool(others))) as models:
+        async with Models([llm.manifest, *others], keeping) as models:
             models.use(next(iter(models)), llm)
             application = Application(models, options.body << 20, options.keep_billing_header)
             app = guarded(application, self.keys, self.hosts, options.origin)

@@ -10,7 +10,7 @@ import numpy as np
 
 from llama_npu2.artifact.plan import WHOLE
 from llama_npu2.artifact.storage import File
-from llama_npu2.devices import Binding, Call
+from llama_npu2.devices import Binding, Call, StoredWeight
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram, SimSubmission
@@ -78,7 +78,8 @@ def main(directory: Path, target: str) -> bool:
     blob = directory / "weight.safetensors"
     places = write_safetensors(blob, [("w", tiny8.dtype, packed.shape)], iter([packed]), PAGE)
     device = CpuDevice(File.at(host_library(directory)), 2)
-    weight, out = device.load_weights(File.at(blob), places["w"], packed.nbytes), device.alloc(2 * ROWS * COLS)
+    [weight] = device.load_weights([StoredWeight(File.at(blob), places["w"], packed.nbytes)])
+    out = device.alloc(2 * ROWS * COLS)
     bindings = [Binding(weight, WHOLE, 0), Binding(out, WHOLE, 0)]
     if target == "cpu":
         entry = device.load_program(File.at(directory / "host.so"), PART.name, host=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest, NpuProgram
 from llama_npu2.artifact.storage import File
-from llama_npu2.devices import Call, Declared
+from llama_npu2.devices import Call, Declared, StoredWeight
 from llama_npu2.devices.spans import Recorder
 from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
 from llama_npu2.devices.xrt.session import Session, XrtProgram
@@ -66,12 +66,14 @@ class XrtDevice:
         buffer.push()
         return buffer
 
-    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> Any:
-        """Read from the file into pinned memory; no second copy exists."""
-        if host:
-            return self._cpu.load_weights(file, offset, nbytes)
-        buffer = self._session.buffer(nbytes)
-        buffer.fill(file, offset)
+    def load_weights(self, weights: Sequence[StoredWeight]) -> list[Any]:
+        """Read what device programs use into pinned memory, of which no second copy exists; the rest is the host's."""
+        of_host = iter(self._cpu.load_weights([weight for weight in weights if weight.host]))
+        return [next(of_host) if weight.host else self._pinned(weight) for weight in weights]
+
+    def _pinned(self, weight: StoredWeight) -> XrtBuffer:
+        buffer = self._session.buffer(weight.nbytes)
+        weight.file.read_into(memoryview(buffer.bytes), weight.offset)
         buffer.push()
         buffer.constant = True
         return buffer

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from llama_npu2.artifact.storage import File
 from llama_npu2.devices.spans import Timer
 from llama_npu2.devices.xrt.bindings import failures
-from llama_npu2.errors import UserError
 
 Range = tuple[int, int]
 """First byte, and the byte after the last."""
@@ -87,21 +85,6 @@ class XrtBuffer:
         self.constant = False
         self.shown = False
         """Whether the host reads and writes it outside of programs."""
-
-    def fill(self, file: File, offset: int) -> None:
-        """Fill the mapping with a file's content from `offset` on. Raises UserError if the file ends early."""
-        filled, view = 0, memoryview(self.bytes)
-        try:
-            with file.container.open("rb", buffering=0) as container:
-                container.seek(file.start + offset)
-                while filled < len(view):
-                    count = container.readinto(view[filled : max(file.size - offset, 0)])
-                    if not count:
-                        short = len(view) - filled
-                        raise UserError(f"{file.path} ends {short} bytes early: copy it again or run doit compile")
-                    filled += count
-        except OSError as error:
-            raise UserError(f"{file.path}: {error.strerror}: copy it again or run doit compile") from None
 
     def to_device(self, low: int, high: int) -> None:
         """Make what the host wrote in `low..high` visible to the device."""
