@@ -64,10 +64,11 @@ class Rows(NamedTuple):
     rows: int
     pos: int
     """Position of the first of them."""
-    blocks: np.ndarray
+    blocks: Sequence[int] | np.ndarray
     """I32: where the blocks of the KV cache lie that hold the sequence's positions up to the last row's, in order."""
     address: int
-    """The address of `blocks`. It is kept, because numpy takes long to say it, beside all else of a submission."""
+    """The address of the first of `blocks`. It is kept, because numpy takes long to say it, beside all else of a
+    submission."""
 
     @staticmethod
     def of(rows: int, pos: int, blocks: np.ndarray) -> Rows:

@@ -128,11 +128,15 @@ class Engine:
         if not self.holds_many:
             where = self.manifest.directory
             raise UserError(f"{where}: on its device sequences take turns: choose target=cpu for steps of several rows")
-        from llama_npu2.engine.native_steps import NativeSteps  # for the CPU alone
+        from llama_npu2.engine.native_steps import NativeSteps, Whole  # for the CPU alone
 
         prepared: dict[Phase, Any] = {**self._phases}
         layers, token, row_logits = prepared[PREFILL_CHUNK], prepared[DECODE], self._row_logits(PREFILL)
-        return NativeSteps(self.memory, layers, row_logits, self._row_hidden, token, self._logits, self._blocks)
+        whole = None
+        if several := logits_phase(self.manifest):
+            calls = [*self.calls[PREFILL_CHUNK], *self.calls[several]]
+            whole = Whole(self.device.prepare(calls), self._several_logits)
+        return NativeSteps(self.memory, layers, row_logits, self._row_hidden, token, self._logits, whole, self._blocks)
 
     @cached_property
     def turns(self) -> TurnSteps:
@@ -143,7 +147,7 @@ class Engine:
             if phase.kind == TOKENS and isinstance(position, int):
                 return self._run_tokens(phase, tokens, position)
             self._run_at(phase, tokens, position)
-            return self._row_logits_of_tokens if phase.kind == SEQUENCES else self._logits[None]
+            return self._several_logits if phase.kind == SEQUENCES else self._logits[None]
 
         return TurnSteps(self.manifest, self.memory, self._blocks, self._chunks, process, timed=self._timed)
 
@@ -381,10 +385,10 @@ class Engine:
         Those that the phase takes besides are computed and never read.
         """
         self._run_at(phase, [*ids, *repeat(ids[-1], phase.rows - len(ids))], position)
-        return self._row_logits_of_tokens[: len(ids)]
+        return self._several_logits[: len(ids)]
 
     @cached_property
-    def _row_logits_of_tokens(self) -> np.ndarray:
+    def _several_logits(self) -> np.ndarray:
         rows: np.ndarray = self.memory.array("row_logits")[:, : self.manifest.model["vocab"]]
         return rows
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +14,16 @@ from llama_npu2.devices.cpu import CpuSubmission, Rows
 from llama_npu2.engine.memory import Memory
 from llama_npu2.engine.row_logits import RowLogits
 from llama_npu2.engine.step import Run
+
+_NO_HIDDEN = np.empty((0, 0))
+
+
+class Whole(NamedTuple):
+    """What processes rows that all want logits."""
+
+    calls: CpuSubmission
+    logits: np.ndarray
+    """Float32 `[most rows, vocab]`, where `calls` write them."""
 
 
 class NativeSteps:
@@ -28,6 +40,7 @@ class NativeSteps:
         row_hidden: Callable[[int], np.ndarray],
         token: CpuSubmission,
         logits: np.ndarray,
+        whole: Whole | None,
         blocks: int,
     ) -> None:
         """Initialise steps.
@@ -39,12 +52,13 @@ class NativeSteps:
             row_hidden: computes the last norm's output of one of these rows.
             token: processes a row, with its logits.
             logits: f32 `[vocab]`, where `token` writes them.
+            whole: processes rows, with their logits; None where those of several are not computed at once.
             blocks: how many blocks of the caches may be used.
         """
         self.blocks = blocks
-        self._memory, self._layers, self._token = memory, layers, token
+        self._memory, self._layers, self._token, self._whole = memory, layers, token, whole
         self._row_logits, self._row_hidden = row_logits, row_hidden
-        self.hidden = np.empty((0, 0))
+        self.hidden = _NO_HIDDEN
         self._tokens, self._logits = memory.array("tokens"), logits
 
     @property
@@ -60,39 +74,42 @@ class NativeSteps:
                 blocks is too short or names a block that is not there, two rows would be stored in one place, or a
                 token is outside the vocabulary. Nothing was stored then.
         """
-        rows = [self._placed(run) for run in runs]
-        self._check(runs, rows)
-        ids = np.array([token for run in runs for token in run.tokens])
-        if ids.min() < 0 or ids.max() >= len(self._logits):
+        self._check(runs)
+        ids = [token for run in runs for token in run.tokens]
+        if min(ids) < 0 or max(ids) >= len(self._logits):
             raise ValueError(f"a token is outside the vocabulary of {len(self._logits)}")
         self._tokens[: len(ids)] = ids
-        if len(ids) == 1 and runs[0].logits and not runs[0].hidden:
-            self._token.run_rows(rows)
-            return self._logits[None]
+        rows, wanted, hidden = _placed(runs), list(_rows_with_logits(runs)), any(run.hidden for run in runs)
+        if not hidden:
+            self.hidden = _NO_HIDDEN
+            if len(ids) == len(wanted) == 1:
+                self._token.run_rows(rows)
+                return self._logits[None]
+            if self._whole and len(ids) == len(wanted) <= len(self._whole.logits):
+                self._whole.calls.run_rows(rows)
+                return self._whole.logits[: len(ids)]
         self._layers.run_rows(rows)
-        ends = accumulate(len(run.tokens) for run in runs)
-        hidden = [self._row_hidden(end - 1) for run, end in zip(runs, ends, strict=True) if run.hidden]
-        self.hidden = np.stack(hidden) if hidden else np.empty((0, 0))
-        return self._row_logits.together(list(_rows_with_logits(runs)))
+        if hidden:
+            ends = accumulate(len(run.tokens) for run in runs)
+            self.hidden = np.stack(
+                [self._row_hidden(end - 1) for run, end in zip(runs, ends, strict=True) if run.hidden]
+            )
+        return self._row_logits.together(wanted)
 
-    def _placed(self, run: Run) -> Rows:
-        return Rows.of(len(run.tokens), run.position, np.ascontiguousarray(run.blocks, np.int32))
-
-    def _check(self, runs: Sequence[Run], rows: Sequence[Rows]) -> None:
-        count = sum(run.rows for run in rows)
-        if not rows or not all(0 <= run.logits <= len(run.tokens) > 0 for run in runs) or count > self.rows:
-            raise ValueError(f"a step of {count} rows in {len(rows)} runs: it takes 1 to {self.rows}, a run 1 or more")
+    def _check(self, runs: Sequence[Run]) -> None:
+        count = sum(len(run.tokens) for run in runs)
+        if not runs or not all(0 <= run.logits <= len(run.tokens) > 0 for run in runs) or count > self.rows:
+            raise ValueError(f"a step of {count} rows in {len(runs)} runs: it takes 1 to {self.rows}, a run 1 or more")
         written: set[int] = set()
-        for run, placed in zip(runs, rows, strict=True):
-            first, last = run.position // BLOCK_POSITIONS, (run.position + placed.rows - 1) // BLOCK_POSITIONS
-            table = placed.blocks[: last + 1]
-            if run.position < 0 or len(table) <= last or table.min() < 0 or table.max() >= self.blocks:
-                raise ValueError(
-                    f"a run of {placed.rows} rows from {run.position} on has no table of blocks below {self.blocks}"
-                )
-            stored = {*table[first:].tolist()}
+        for run in runs:
+            rows, position = len(run.tokens), run.position
+            first, last = position // BLOCK_POSITIONS, (position + rows - 1) // BLOCK_POSITIONS
+            table = run.blocks[: last + 1]
+            if position < 0 or len(table) <= last or min(table) < 0 or max(table) >= self.blocks:
+                raise ValueError(f"a run of {rows} rows from {position} on has no table of blocks below {self.blocks}")
+            stored = {*table[first:]}
             if len(stored) < last + 1 - first or stored & written:
-                raise ValueError(f"rows from {run.position} on are stored in a block that is stored in already")
+                raise ValueError(f"rows from {position} on are stored in a block that is stored in already")
             written |= stored
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -113,6 +130,14 @@ class NativeSteps:
             raise ValueError(f"a block has {ends[-1]} bytes, not {len(content)}")
         for part, end in zip(parts, ends, strict=True):
             part[:] = np.frombuffer(content, np.uint8, len(part), end - len(part))
+
+
+def _placed(runs: Sequence[Run]) -> list[Rows]:
+    """Return the rows of runs, with all their tables of blocks in one array."""
+    tables = array("i", chain.from_iterable(run.blocks for run in runs))
+    address, _ = tables.buffer_info()
+    begins = accumulate((len(run.blocks) * tables.itemsize for run in runs), initial=address)
+    return [Rows(len(run.tokens), run.position, tables, begin) for run, begin in zip(runs, begins, strict=False)]
 
 
 def _rows_with_logits(runs: Sequence[Run]) -> Iterator[int]:
