@@ -23,6 +23,29 @@ INLINE void ask(const uint8_t *line, int64_t ahead) {
 
 #if ISA_LANES == 16
 
+// Where R rows of a group's numbers begin, and P panels' with what is asked for. With several rows each has an address of its own: the
+// compiler keeps sums of an address and each offset otherwise, for which there are not enough registers.
+template <int R, int P>
+struct RowsAndPanels {
+    const int16_t *rows[R];
+    const uint8_t *panels[P], *asked[P];
+
+    INLINE_MEMBER RowsAndPanels(const int16_t *x, int64_t x_stride, const uint8_t *numbers, int64_t size, int64_t ahead, int64_t skew) {
+        for (int r = 0; r < R; r++) rows[r] = x + r * x_stride;
+        for (int p = 0; p < P; p++) panels[p] = numbers + p * size, asked[p] = panels[p] + ahead + p * skew;
+        if (R == 1) return;
+        for (int r = 0; r < R; r++) settle_address(rows[r]);
+        for (int p = 0; p < P; p++) settle_address(panels[p]), settle_address(asked[p]);
+    }
+
+    // Asks for a line of panel p, `line` bytes from its numbers.
+    template <class Format, class Some>
+    INLINE_MEMBER void ask(int p, int64_t line) const {
+        prefetch<is_near<Some>>(asked[p] + line);
+        if (Some::soon != 0) prefetch<true>(panels[p] + line + Some::soon * Format::number_bytes);
+    }
+};
+
 // Whether a vector x is taken in bytes.
 template <class Format>
 constexpr bool by_bytes = true;
@@ -35,6 +58,7 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
                          const int32_t *sums_of_x, int64_t sums_stride, i32v *sums) {
     constexpr int P = Some::value;
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
+    const RowsAndPanels<R, P> at(x, x_stride, numbers, size, ahead, Some::skew);
     __m512i low[R * P], high[R * P];
 #pragma GCC unroll 8
     for (int v = 0; v < R * P; v++) {
@@ -46,14 +70,13 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
         __m512i lower[R], upper[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            lower[r] = (__m512i)splat_pair(x + r * x_stride + i * quad);
-            upper[r] = (__m512i)splat_pair(x + r * x_stride + i * quad + 2);
+            lower[r] = (__m512i)splat_pair(at.rows[r] + i * quad);
+            upper[r] = (__m512i)splat_pair(at.rows[r] + i * quad + 2);
         }
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
-            const uint8_t *own = numbers + p * size;
-            if (i % per_line == 0) ask<Format, Some>(own + i / per_line * line_bytes, ahead + p * Some::skew);
-            const __m512i four = (__m512i)Format::quad_at(own, i, 0);
+            if (i % per_line == 0) at.template ask<Format, Some>(p, i / per_line * line_bytes);
+            const __m512i four = (__m512i)Format::quad_at(at.panels[p], i, 0);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 low[r * P + p] = _mm512_dpbusd_epi32(low[r * P + p], four, lower[r]);

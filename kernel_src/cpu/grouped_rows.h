@@ -25,8 +25,8 @@ struct FewPanels : Panels<few_tile_panels> {
 // ahead, and ours would take their places.
 template <class Format>
 INLINE bool asks_into_l2(int64_t rows) {
-    constexpr int64_t quads = Format::inputs / quad * line_bytes / Format::number_bytes;  // of a line
-    return ISA_LANES != 16 || !reads_ahead || quads > 1 || rows > 2;
+    constexpr bool one_quad = Format::number_bytes >= Format::inputs / quad * line_bytes;
+    return ISA_LANES != 16 || !reads_ahead || !one_quad || rows > 2;
 }
 
 // What tiles ask for with the lines that they read: what lies `ahead` bytes from there. Where `turns` tiles read the same lines,
@@ -44,49 +44,51 @@ struct FewSums {
     alignas(line_bytes) float products[panels * panel_rows], minima[panels * panel_rows];
 };
 
-// sums[r] += the share of groups `group` to `until` - 1, of a block of x, of panels `size` bytes apart, for r < R; those of the
-// first panel are `at` numbers into a row's.
+// sums[r] += the share of groups `group` to `until` - 1, whole blocks of x but for the last, of panels `size` bytes apart, for r < R;
+// those of the first panel are `at` numbers into a row's.
 template <class Format, int R>
 void few_rows_tile(const uint8_t *panel, int64_t size, const Requests &requests, int64_t group, int64_t until, const RowsOf<Format> &x,
                    FewSums *sums, int64_t at) {
     using Panel = GroupedPanel<Format>;
-    constexpr int64_t V = few_tile_panels * sum_vectors;
-    const int64_t from = group, block = group * Format::inputs / fixed_inputs;
-    f32v total[R][V];
+    constexpr int64_t V = few_tile_panels * sum_vectors, block_groups = fixed_inputs / Format::inputs;
+    while (group < until) {
+        const int64_t from = group, block = from / block_groups, end = from + block_groups < until ? from + block_groups : until;
+        f32v total[R][V];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
+        for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int64_t v = 0; v < V; v++) total[r][v] = begin_block<Format>(sums[r].products + at + v * lanes);
-    for (; group < until; group++) {
-        i32v sum[R * V];
-        const int64_t ahead = requests.of_group(group);
-        prefetch_scales<Format, FewPanels>(panel + ahead, size, group);
-        sums_of_group<Format, FewPanels, R>(x, group, Panel::numbers(panel, group), size, ahead, sum);
+            for (int64_t v = 0; v < V; v++) total[r][v] = begin_block<Format>(sums[r].products + at + v * lanes);
+        for (; group < end; group++) {
+            i32v sum[R * V];
+            const int64_t ahead = requests.of_group(group);
+            prefetch_scales<Format, FewPanels>(panel + ahead, size, group);
+            sums_of_group<Format, FewPanels, R>(x, group, Panel::numbers(panel, group), size, ahead, sum);
 #pragma GCC unroll 8
-        for (int64_t v = 0; v < V; v++) {
-            const PanelScales<Format> scales(panel, size, group, v);
+            for (int64_t v = 0; v < V; v++) {
+                const PanelScales<Format> scales(panel, size, group, v);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++)
+                    total[r][v] = add_group<Format>(total[r][v], sum[r * V + v], x.row(r), group, scales.own, scales.output);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < V; v++) end_block<Format>(sums[r].products + at + v * lanes, total[r][v], x.row(r), block);
+        if constexpr (Format::has_minimum) {
+            const uint8_t *panels[few_tile_panels];
+            f32v least[R][V];
+            for (int64_t p = 0; p < few_tile_panels; p++) panels[p] = panel + p * size;
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
-                total[r][v] = add_group<Format>(total[r][v], sum[r * V + v], x.row(r), group, scales.own, scales.output);
+#pragma GCC unroll 8
+                for (int64_t v = 0; v < V; v++) least[r][v] = load<f32v>(sums[r].minima + at + v * lanes);
+            add_minima<Format, R, V>(panels, {fixed_of(x.first), x.bytes}, from, end, least);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int64_t v = 0; v < V; v++) store(sums[r].minima + at + v * lanes, least[r][v]);
         }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int64_t v = 0; v < V; v++) end_block<Format>(sums[r].products + at + v * lanes, total[r][v], x.row(r), block);
-    if constexpr (Format::has_minimum) {
-        const uint8_t *panels[few_tile_panels];
-        f32v least[R][V];
-        for (int64_t p = 0; p < few_tile_panels; p++) panels[p] = panel + p * size;
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int64_t v = 0; v < V; v++) least[r][v] = load<f32v>(sums[r].minima + at + v * lanes);
-        add_minima<Format, R, V>(panels, {fixed_of(x.first), x.bytes}, from, until, least);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int64_t v = 0; v < V; v++) store(sums[r].minima + at + v * lanes, least[r][v]);
     }
 }
 
@@ -108,7 +110,6 @@ private:
     // Two panels are read at a time: of one weight, or of two, for the same outputs.
     using Streams = Panels<FewSums::panels / Epilogue::weights>;
     static constexpr int64_t block_groups = fixed_inputs / Format::inputs;
-    static constexpr int64_t unknown = INT64_MIN;
     static constexpr int64_t block_bytes = block_groups / Panel::block_groups * Panel::block;
     static constexpr int64_t far_blocks = (far_bytes + block_bytes - 1) / block_bytes;
 
@@ -134,39 +135,39 @@ private:
     template <class Some>
     void multiply(Turn &turn) {
         constexpr int64_t count = Some::value * Epilogue::weights;
-        const int64_t groups = group_count<Format>(size_.cols);
+        const int64_t groups = group_count<Format>(size_.cols), blocks = (groups + block_groups - 1) / block_groups;
+        const int64_t last = far_blocks < blocks ? (blocks - far_blocks) * block_groups : 0;
         const uint8_t *first = weights_[0] + turn.panel * panel_bytes_;
         const int64_t apart = count == 1 ? 0 : Epilogue::weights > 1 ? weights_[1] - weights_[0] : turn.apart * panel_bytes_;
-        const Steps steps = {rows_, few_tile_rows};
         FewSums sums[direct_rows<Format>];
         memset(sums, 0, rows_ * sizeof *sums);
         for (int64_t p = 0; p < Some::value; p++) expect(turn.panel + p * turn.apart);
-        int64_t to_next = unknown;
-        for (int64_t done = 0; done < groups; done += block_groups) {
-            const int64_t until = done + block_groups < groups ? done + block_groups : groups;
-            const int64_t coming = ahead_of(first, done, turn, to_next), ahead = asks_into_l2<Format>(rows_) ? coming : 0;
+        multiply_groups<count>(first, apart, 0, last, Panel::offset(far_blocks * block_groups) - Panel::offset(0), sums);
+        const int64_t next = after_turn(weights_[0], panel_bytes_, turn).distance(first);
+        multiply_groups<count>(first, apart, last, groups, next == 0 ? 0 : next + Panel::offset(0) - Panel::offset(last), sums);
+        for (int64_t p = 0; p < Some::value; p++) finish(turn.panel + p * turn.apart, p, sums);
+    }
+
+    // Groups `from` to `until` - 1 of all rows and panels, and asks for what lies `ahead` bytes further. What several tiles read is read
+    // a block at a time, which stays in L1.
+    template <int64_t count>
+    void multiply_groups(const uint8_t *first, int64_t apart, int64_t from, int64_t until, int64_t ahead, FewSums *sums) const {
+        const Steps steps = {rows_, few_tile_rows};
+        const int64_t most = steps.count == 1 && count <= few_tile_panels ? until : block_groups;
+        if (!asks_into_l2<Format>(rows_)) ahead = 0;
+        for (int64_t end; from < until; from = end) {
+            end = from + most < until ? from + most : until;
             for (int64_t p = 0; p < count; p += few_tile_panels)
                 for (int64_t step = 0; step < steps.count; step++) {
                     const int64_t row = steps.first(step);
                     const Requests requests = {ahead, static_cast<uint32_t>(step), static_cast<uint32_t>(steps.count)};
                     with_rows(steps.first(step + 1) - row, [&](auto known) {
                         if constexpr (known.count <= few_tile_rows)
-                            few_rows_tile<Format, known.count>(first + p * apart, apart, requests, done, until,
+                            few_rows_tile<Format, known.count>(first + p * apart, apart, requests, from, end,
                                                                {taken(row), size_.bytes()}, sums + row, p * panel_rows);
                     });
                 }
         }
-        for (int64_t p = 0; p < Some::value; p++) finish(turn.panel + p * turn.apart, p, sums);
-    }
-
-    // What tiles of a block ask for: what comes `far_blocks` later, in this panel or in the one that the stream has then, which is
-    // `to_next` bytes further; 0 where nothing comes. It is asked once for each panel.
-    int64_t ahead_of(const uint8_t *first, int64_t done, Turn &turn, int64_t &to_next) const {
-        const int64_t blocks = (group_count<Format>(size_.cols) + block_groups - 1) / block_groups;
-        const int64_t far = far_blocks < blocks ? far_blocks : blocks, target = done + far * block_groups;
-        if (target < blocks * block_groups) return Panel::offset(target) - Panel::offset(done);
-        if (to_next == unknown) to_next = after_turn(weights_[0], panel_bytes_, turn).distance(first);
-        return to_next == 0 ? 0 : to_next + Panel::offset(target - blocks * block_groups) - Panel::offset(done);
     }
 
     void expect(int64_t panel) const {
