@@ -64,7 +64,7 @@ def is_copied(buffer: HostBuffer) -> bool:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_copies(threads: int, stored: Sequence[StoredWeight]) -> None:
-    loaded = weights.load(stored, threads)
+    loaded = weights.load(stored, threads).buffers
     assert [buffer.bytes.tobytes() for buffer in loaded] == list(map(content, stored))
     assert list(map(is_copied, loaded)) == [weight.in_full for weight in stored]
     assert not any(buffer.address % 64 for buffer in loaded)
@@ -84,7 +84,7 @@ def test_mapped_where_copies_do_no_good(
     else:
         (setting := tmp_path / "enabled").write_text("always madvise [never]\n")
         monkeypatch.setattr(weights, "_HUGE_PAGES", setting if lacking == "huge pages" else tmp_path / "missing")
-    loaded = weights.load(stored, 2)
+    loaded = weights.load(stored, 2).buffers
     assert [buffer.bytes.tobytes() for buffer in loaded] == list(map(content, stored))
     assert not any(map(is_copied, loaded))
 
@@ -93,7 +93,7 @@ def test_half_of_the_memory_is_left(stored: Sequence[StoredWeight], monkeypatch:
     pages = sum(-(-weight.nbytes // PAGE) for weight in stored if weight.in_full)
     for available, copied in (2 * pages * PAGE, True), (2 * pages * PAGE - 1, False):
         monkeypatch.setattr(weights, "available_memory", lambda available=available: available)
-        assert is_copied(weights.load(stored, 1)[1]) == copied
+        assert is_copied(weights.load(stored, 1).buffers[1]) == copied
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -111,8 +111,23 @@ def test_a_file_that_is_gone(stored: Sequence[StoredWeight]) -> None:
         weights.load(stored, 2)
 
 
+def test_copies_are_given_back_at_once(stored: Sequence[StoredWeight]) -> None:
+    """Even while somebody has a buffer, who finds new pages then."""
+    loaded = weights.load(stored, 2)
+    loaded.release()
+    assert [buffer.bytes.any() for buffer in loaded.buffers] == [not weight.in_full for weight in stored]
+    assert loaded.buffers[3].bytes.tobytes() == content(stored[3])
+
+
+def test_a_model_that_is_closed_has_no_copies(demo: Path) -> None:
+    with closing(load(demo)) as llm:
+        weight = next(llm.memory.buffer(name) for name in llm.manifest.buffers if "up_proj" in name)
+        assert is_copied(weight) and weight.bytes.any()
+    assert not weight.bytes.any()
+
+
 def test_few_bytes_are_mapped(stored: Sequence[StoredWeight]) -> None:
-    assert not is_copied(weights.load(stored[:1], 2)[0])
+    assert not is_copied(weights.load(stored[:1], 2).buffers[0])
 
 
 def test_rows_and_experts_stay_in_the_file(tmp_path: Path, artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

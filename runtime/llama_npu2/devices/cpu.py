@@ -20,7 +20,7 @@ from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Call, Declared, HostBuffer, StoredWeight
 from llama_npu2.devices.libraries import entry_point, open_library
 from llama_npu2.devices.spans import Recorder, Span
-from llama_npu2.devices.weights import load
+from llama_npu2.devices.weights import Loaded, load
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.frozen import frozen
 
@@ -99,6 +99,7 @@ class CpuDevice:
     """The device interface on the CPU, with a team of threads; `threads=0` uses every CPU that this process may use."""
 
     def __init__(self, host_library: File, threads: int = 0) -> None:
+        self._loaded: list[Loaded] = []
         self.native_seconds = 0.0
         """Time spent in programs so far."""
         self.recorder: Recorder | None = None
@@ -148,7 +149,9 @@ class CpuDevice:
 
     def load_weights(self, weights: Sequence[StoredWeight]) -> list[HostBuffer]:
         """Return each weight's content, in huge pages or mapped. Raises UserError."""
-        return load(weights, self.threads)
+        loaded = load(weights, self.threads)
+        self._loaded.append(loaded)
+        return loaded.buffers
 
     def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return buffer.bytes.view(dtype).reshape(shape)
@@ -214,6 +217,8 @@ class CpuDevice:
         if self._workers:
             self._native.team_destroy(self._workers)
             self._workers = None
+            for loaded in self._loaded:  # at once: an engine is in cycles, which Python collects late
+                loaded.release()
 
 
 class CpuSubmission:

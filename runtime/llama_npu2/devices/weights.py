@@ -30,8 +30,22 @@ _PIECE = 8 << 20
 """Bytes that a thread reads at a time."""
 
 
-def load(weights: Sequence[StoredWeight], threads: int) -> list[HostBuffer]:
-    """Return the content of each weight, read-only.
+class Loaded(NamedTuple):
+    """The content of weights."""
+
+    buffers: list[HostBuffer]
+    """Read-only, in their order."""
+    copies: mmap.mmap | None
+    """The memory of those that were copied."""
+
+    def release(self) -> None:
+        """Give the memory of copies back. Who still has a buffer reads zeros."""
+        if self.copies is not None:
+            self.copies.madvise(mmap.MADV_DONTNEED)
+
+
+def load(weights: Sequence[StoredWeight], threads: int) -> Loaded:
+    """Return the content of weights.
 
     Those that are read in full are copied into huge pages if at most half of the available memory goes into that: so
     the page cache can keep the files too, for the next start. Others, and else all, are mapped.
@@ -47,10 +61,8 @@ def load(weights: Sequence[StoredWeight], threads: int) -> list[HostBuffer]:
     memory = _huge_pages(sum(map(_whole_pages, in_full)))
     copies = iter([] if memory is None else _copied(in_full, memory, threads))
     files: dict[Path, mmap.mmap] = {}
-    return [
-        HostBuffer(_mapped(weight, files) if memory is None or not weight.in_full else next(copies))
-        for weight in weights
-    ]
+    contents = (_mapped(weight, files) if memory is None or not weight.in_full else next(copies) for weight in weights)
+    return Loaded(list(map(HostBuffer, contents)), memory)
 
 
 def _whole_pages(weight: StoredWeight) -> int:
