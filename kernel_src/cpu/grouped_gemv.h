@@ -14,17 +14,17 @@ constexpr int narrow_streams = ISA_LANES == 16 ? 2 : most_grouped_streams;
 template <class Some>
 constexpr bool is_near = ISA_LANES == 16 && Some::value <= narrow_streams && Some::soon == 0;
 
-// Asks for what lies `ahead` bytes from a line of a group's numbers, and into L1 for what is read `soon` groups later.
+// While a line of a group's numbers is read, asks for `asked`, and into L1 for what is read `soon` groups later.
 template <class Format, class Some>
-INLINE void ask(const uint8_t *line, int64_t ahead) {
-    prefetch<is_near<Some>>(line + ahead);
+INLINE void ask(const uint8_t *line, const uint8_t *asked) {
+    prefetch<is_near<Some>>(asked);
     if (Some::soon != 0) prefetch<true>(line + Some::soon * Format::number_bytes);
 }
 
 #if ISA_LANES == 16
 
-// Where R rows of a group's numbers begin, and P panels' with what is asked for. With several rows each has an address of its own: the
-// compiler keeps sums of an address and each offset otherwise, for which there are not enough registers.
+// The addresses of a group: of its inputs in R rows of x, of its numbers in P panels, and of what is asked for with these. With several
+// rows each is kept in a register. The compiler would keep the sum of each address and offset, for which there are too few.
 template <int R, int P>
 struct RowsAndPanels {
     const int16_t *rows[R];
@@ -36,13 +36,6 @@ struct RowsAndPanels {
         if (R == 1) return;
         for (int r = 0; r < R; r++) settle_address(rows[r]);
         for (int p = 0; p < P; p++) settle_address(panels[p]), settle_address(asked[p]);
-    }
-
-    // Asks for a line of panel p, `line` bytes from its numbers.
-    template <class Format, class Some>
-    INLINE_MEMBER void ask(int p, int64_t line) const {
-        prefetch<is_near<Some>>(asked[p] + line);
-        if (Some::soon != 0) prefetch<true>(panels[p] + line + Some::soon * Format::number_bytes);
     }
 };
 
@@ -75,7 +68,8 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
         }
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
-            if (i % per_line == 0) at.template ask<Format, Some>(p, i / per_line * line_bytes);
+            const int64_t line = i / per_line * line_bytes;
+            if (i % per_line == 0) ask<Format, Some>(at.panels[p] + line, at.asked[p] + line);
             const __m512i four = (__m512i)Format::quad_at(at.panels[p], i, 0);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
@@ -140,7 +134,7 @@ INLINE void sums_by_bytes(const uint8_t *numbers, int64_t size, int64_t ahead, c
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
             if (i % per_line == 0 && v % sum_vectors == 0)
-                ask<Format, Some>(own + i / per_line * line_bytes, ahead);
+                ask<Format, Some>(own + i / per_line * line_bytes, own + i / per_line * line_bytes + ahead);
             const __m256i four = (__m256i)Format::quad_at(own, i, v % sum_vectors * lanes * quad);
             low[v].add(i, four, lower);
             high[v].add(i, four, upper);
@@ -169,7 +163,7 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
             if (i % per_line == 0 && v % sum_vectors == 0)
-                ask<Format, Some>(own + i / per_line * line_bytes, ahead);
+                ask<Format, Some>(own + i / per_line * line_bytes, own + i / per_line * line_bytes + ahead);
             four[v] = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
         }
 #pragma GCC unroll 2
@@ -290,8 +284,9 @@ INLINE void sums_of_group(const ByteRows<Format::inputs> &x, int64_t g, const ui
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const uint8_t *own = numbers + v / sum_vectors * size;
+            const uint8_t *first = own + i / per_line * line_bytes;
             if (i % per_line == 0 && v % sum_vectors == 0)
-                ask<Format, Some>(own + i / per_line * line_bytes, ahead + v / sum_vectors * Some::skew);
+                ask<Format, Some>(first, first + ahead + v / sum_vectors * Some::skew);
             const quadv line = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) sum[r * V + v].add(i, line, four[r]);

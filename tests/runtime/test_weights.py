@@ -45,13 +45,9 @@ def content(weight: StoredWeight) -> bytes:
     return weight.file.container.read_bytes()[start : start + weight.nbytes]
 
 
-def mappings() -> str:
-    return Path("/proc/self/smaps").read_text()
-
-
 def about(buffer: HostBuffer) -> str:
     """What the kernel says of the mapping that a buffer is in."""
-    for each in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", mappings()):
+    for each in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
         begin, end = (int(address, 16) for address in each.split(maxsplit=1)[0].split("-"))
         if begin <= buffer.address < end:
             return each

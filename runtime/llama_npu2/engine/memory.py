@@ -146,16 +146,15 @@ class Memory:
         }
         shared = 0 if shared_from else _shared_bytes(manifest)
         self._shared: Any = device.alloc(shared) if shared else None
-        self._weights = {} if shared_from else self._load_weights()
-        self._buffers = {name: self._create(name, shared_from) for name in manifest.buffers}
+        loaded = {} if shared_from else self._load_weights()
+        rest = (name for name in manifest.buffers if name not in loaded)
+        self._buffers = loaded | {name: self._create(name, shared_from) for name in rest}
 
     def _create(self, name: str, shared_from: Memory | None) -> Any:
         manifest, device, spec = self._manifest, self._device, self._specs[name]
         host, nbytes = name not in self._on_device, manifest.nbytes(name)
         if shared_from and "at" not in spec:
             return shared_from._buffers[name]
-        if name in self._weights:
-            return self._weights[name]
         if "at" in spec and not shared_from:
             return self._shared.part(spec["at"], nbytes)
         if name in self._in_blocks:
