@@ -25,16 +25,19 @@ struct StoreBf16 {
     bf16 *out;
     int64_t out_cols;
     const bf16 *bias = nullptr;
-    const Joined *joined = nullptr;  // the matrices, if a vector is multiplied with several as one
+    const Joined *joined = nullptr;  // the matrices, if several are multiplied as one
+
+    // Where `count` outputs from `column` on belong. Of joined matrices they are those of a panel, and become those of its matrix.
+    INLINE_MEMBER Joined::Result result(int64_t &column, int64_t &count) const {
+        if (joined == nullptr) return {out, out_cols, bias};
+        const int64_t panel = column / panel_rows, of = joined->of(panel), own = panel - joined->begins[of];
+        column = own * panel_rows;
+        count = panel_outputs(own, joined->results[of].out_cols);
+        return joined->results[of];
+    }
 
     INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
-        Joined::Result to = {out, out_cols, bias};
-        if (joined != nullptr) {
-            const int64_t panel = column / panel_rows, of = joined->of(panel), own = panel - joined->begins[of];
-            to = joined->results[of];
-            column = own * panel_rows;
-            count = panel_outputs(own, to.out_cols);
-        }
+        const Joined::Result to = result(column, count);
         bf16 *o = to.out + r * to.out_cols + column;
         for (int64_t i = 0; i < count; i += lanes) {
             const f32v sum = load<f32v>(sums + i);
@@ -44,6 +47,24 @@ struct StoreBf16 {
 };
 
 INLINE const Joined *joined_by(const StoreBf16 &epilogue) { return epilogue.joined; }
+
+// Multiplies with each of Q's, K's and V's weights: with all as one if `as_one`, and where the machine reads few long streams fastest.
+// `size`: elements of a panel. multiply(weights, outputs, epilogue) is one product.
+template <class Weight, class Multiply>
+INLINE void each_of_qkv(const Weight *const *weights, int64_t size, const Joined::Result *results, bool as_one, const Multiply &multiply) {
+    Joined joined = {};
+    int64_t panels = 0;
+    as_one = as_one && reads_ahead;
+    for (int i = 0; i < Joined::most; i++) {
+        const auto &[out, out_cols, bias] = joined.results[i] = results[i];
+        if (!as_one) multiply(weights + i, out_cols, StoreBf16{out, out_cols, bias});
+        joined.begins[i] = panels;
+        joined.jumps[i] = weights[i] - weights[0] - panels * size;
+        panels += panel_count(out_cols);
+    }
+    const int64_t all = panels * panel_rows;
+    if (as_one) multiply(weights, all, StoreBf16{results[0].out, all, nullptr, &joined});
+}
 
 struct StoreF32 {
     static constexpr int64_t weights = 1;
@@ -88,6 +109,11 @@ struct SiluAndMul {
 template <class Epilogue>
 INLINE void expect_row(const Epilogue &epilogue, int64_t r, int64_t column, int64_t count) {
     expect_lines<1>(epilogue.out + r * epilogue.out_cols + column, count);
+}
+
+INLINE void expect_row(const StoreBf16 &epilogue, int64_t r, int64_t column, int64_t count) {
+    const Joined::Result to = epilogue.result(column, count);
+    expect_lines<1>(to.out + r * to.out_cols + column, count);
 }
 
 INLINE void expect_row(const AddResidual &epilogue, int64_t r, int64_t column, int64_t count) {

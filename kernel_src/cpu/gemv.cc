@@ -26,7 +26,9 @@ static void gemv_qkv(const bf16 *wq, const bf16 *wk, const bf16 *wv, const bf16 
                      bf16 *q, bf16 *k, bf16 *v, int64_t q_cols, int64_t kv_cols, int64_t cols, Worker &worker) {
     const bf16 *weights[] = {wq, wk, wv};
     const Joined::Result results[] = {{q, q_cols, bq}, {k, kv_cols, bk}, {v, kv_cols, bv}};
-    joined_gemv<Gemv<StoreBf16>>(weights, x, panel_size(cols), cols, results, worker);
+    each_of_qkv(weights, panel_size(cols), results, true, [&](const bf16 *const *some, int64_t out_cols, const StoreBf16 &epilogue) {
+        gemv_panels(some, x, out_cols, cols, epilogue, worker);
+    });
 }
 
 static void gemv_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,

@@ -283,10 +283,9 @@ public:
           epilogue_(epilogue) {}
 
     void run(Worker &worker) {
-#if ISA_LANES >= 8 && !ISA_AMX
-        if (groups_.rows <= direct_rows<Format>)
-            return GroupedRows<Format, Epilogue>(x_, groups_.weights, groups_.rows, size_, groups_.out_cols, epilogue_).run(worker);
-#endif
+        if constexpr (direct_rows<Format> > 0)
+            if (groups_.rows <= direct_rows<Format>)
+                return GroupedRows<Format, Epilogue>(x_, groups_.weights, groups_.rows, size_, groups_.out_cols, epilogue_).run(worker);
         groups_.divide(worker.threads);
         fix(worker);
         work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));

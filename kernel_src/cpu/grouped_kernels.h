@@ -21,6 +21,22 @@ static void gemm_add(const bf16 *x, const int8_t *weight, const bf16 *residual, 
     GroupedGemm<FORMAT, AddResidual>(x, weights, rows, cols, out_cols, {residual, out, out_cols}).run(worker);
 }
 
+static void gemm_qkv_bias(const bf16 *x, const int8_t *wq, const int8_t *wk, const int8_t *wv, const bf16 *bq, const bf16 *bk,
+                          const bf16 *bv, bf16 *q, bf16 *k, bf16 *v, int64_t rows, int64_t cols, int64_t q_cols, int64_t kv_cols,
+                          Worker &worker) {
+    const uint8_t *weights[] = {bytes(wq), bytes(wk), bytes(wv)};
+    const Joined::Result results[] = {{q, q_cols, bq}, {k, kv_cols, bk}, {v, kv_cols, bv}};
+    each_of_qkv(weights, GroupedPanel<FORMAT>::size(cols), results, rows <= direct_rows<FORMAT>,
+                [&](const uint8_t *const *some, int64_t out_cols, const StoreBf16 &epilogue) {
+                    GroupedGemm<FORMAT, StoreBf16>(x, some, rows, cols, out_cols, epilogue).run(worker);
+                });
+}
+
+static void gemm_qkv(const bf16 *x, const int8_t *wq, const int8_t *wk, const int8_t *wv, bf16 *q, bf16 *k, bf16 *v, int64_t rows,
+                     int64_t cols, int64_t q_cols, int64_t kv_cols, Worker &worker) {
+    gemm_qkv_bias(x, wq, wk, wv, nullptr, nullptr, nullptr, q, k, v, rows, cols, q_cols, kv_cols, worker);
+}
+
 static void gemm_f32(const bf16 *x, const int8_t *weight, float *out, int64_t rows, int64_t cols, int64_t out_cols,
                      Worker &worker) {
     const uint8_t *weights[] = {bytes(weight)};
@@ -49,7 +65,10 @@ static void gemv_qkv_bias(const int8_t *wq, const int8_t *wk, const int8_t *wv, 
                           const bf16 *bv, bf16 *q, bf16 *k, bf16 *v, int64_t q_cols, int64_t kv_cols, int64_t cols, Worker &worker) {
     const uint8_t *weights[] = {bytes(wq), bytes(wk), bytes(wv)};
     const Joined::Result results[] = {{q, q_cols, bq}, {k, kv_cols, bk}, {v, kv_cols, bv}};
-    joined_gemv<GroupedGemv<FORMAT, StoreBf16>>(weights, x, GroupedPanel<FORMAT>::size(cols), cols, results, worker);
+    each_of_qkv(weights, GroupedPanel<FORMAT>::size(cols), results, true,
+                [&](const uint8_t *const *some, int64_t out_cols, const StoreBf16 &epilogue) {
+                    GroupedGemv<FORMAT, StoreBf16>(some, out_cols, cols, epilogue).run(x, worker);
+                });
 }
 
 static void gemv_qkv(const int8_t *wq, const int8_t *wk, const int8_t *wv, const bf16 *x, bf16 *q, bf16 *k, bf16 *v, int64_t q_cols,
@@ -102,6 +121,8 @@ static void embed(const int32_t *tokens, const int8_t *table, bf16 *out, int64_t
 #define OF_VECTORS(kernel) KERNEL decltype(NAMED(kernel)) NAMED(kernel##_avx512bf16);
 OF_VECTORS(gemm)
 OF_VECTORS(gemm_bias)
+OF_VECTORS(gemm_qkv)
+OF_VECTORS(gemm_qkv_bias)
 OF_VECTORS(gemm_add)
 OF_VECTORS(gemm_silu)
 OF_VECTORS(gemm_f32)
@@ -132,6 +153,17 @@ KERNEL void NAMED(gemm)(const bf16 *x, const int8_t *weight, bf16 *out, int64_t 
 KERNEL void NAMED(gemm_bias)(const bf16 *x, const int8_t *weight, const bf16 *bias, bf16 *out, int64_t rows,
                              int64_t cols, int64_t out_cols, Worker &worker) {
     BY_TILES(gemm_bias, x, weight, bias, out, rows, cols, out_cols, worker);
+}
+
+KERNEL void NAMED(gemm_qkv)(const bf16 *x, const int8_t *wq, const int8_t *wk, const int8_t *wv, bf16 *q, bf16 *k, bf16 *v,
+                            int64_t rows, int64_t cols, int64_t q_cols, int64_t kv_cols, Worker &worker) {
+    BY_TILES(gemm_qkv, x, wq, wk, wv, q, k, v, rows, cols, q_cols, kv_cols, worker);
+}
+
+KERNEL void NAMED(gemm_qkv_bias)(const bf16 *x, const int8_t *wq, const int8_t *wk, const int8_t *wv, const bf16 *bq,
+                                 const bf16 *bk, const bf16 *bv, bf16 *q, bf16 *k, bf16 *v, int64_t rows, int64_t cols,
+                                 int64_t q_cols, int64_t kv_cols, Worker &worker) {
+    BY_TILES(gemm_qkv_bias, x, wq, wk, wv, bq, bk, bv, q, k, v, rows, cols, q_cols, kv_cols, worker);
 }
 
 KERNEL void NAMED(gemm_add)(const bf16 *x, const int8_t *weight, const bf16 *residual, bf16 *out, int64_t rows,

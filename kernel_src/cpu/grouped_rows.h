@@ -3,12 +3,20 @@
 //
 // Weights are multiplied as they lie, as a vector is (grouped_gemv.h): widening them would take longer than so few rows. Panels
 // are read in the same long streams, and each block of them, which is in L1 then, is multiplied with all rows.
-#if ISA_LANES >= 8 && !ISA_AMX
 namespace ISA {
 namespace {
 
+// How many rows are at most multiplied in this way.
 template <class Format>
-constexpr int64_t direct_rows = ISA_LANES == 16 ? 16 : takes_bytes<Format> && Format::direct_rows > 8 ? 8 : Format::direct_rows;
+constexpr int64_t direct_rows = ISA_AMX || ISA_LANES < 8                         ? 0
+                                : ISA_LANES == 16                                ? 16
+                                : takes_bytes<Format> && Format::direct_rows > 8 ? 8
+                                                                                 : Format::direct_rows;
+
+template <class Format, class Epilogue>
+class GroupedRows;
+
+#if ISA_LANES >= 8 && !ISA_AMX
 
 // Of a tile: as many rows and panels as leave their sums in registers.
 constexpr int64_t few_tile_rows = 4;
@@ -102,7 +110,7 @@ public:
     void run(Worker &worker) {
         fix(worker);
         Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes_ * Epilogue::weights);
-        each_turn<Streams>(chunks, [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); });
+        each_turn<Streams>(chunks, joined_by(epilogue_), [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); });
     }
 
 private:
@@ -137,7 +145,7 @@ private:
         constexpr int64_t count = Some::value * Epilogue::weights;
         const int64_t groups = group_count<Format>(size_.cols), blocks = (groups + block_groups - 1) / block_groups;
         const int64_t last = far_blocks < blocks ? (blocks - far_blocks) * block_groups : 0;
-        const uint8_t *first = weights_[0] + turn.panel * panel_bytes_;
+        const uint8_t *first = weights_[0] + turn.place(turn.panel, panel_bytes_);
         const int64_t apart = count == 1 ? 0 : Epilogue::weights > 1 ? weights_[1] - weights_[0] : turn.apart * panel_bytes_;
         FewSums sums[direct_rows<Format>];
         memset(sums, 0, rows_ * sizeof *sums);
@@ -145,7 +153,7 @@ private:
         multiply_groups<count>(first, apart, 0, last, Panel::offset(far_blocks * block_groups) - Panel::offset(0), sums);
         const int64_t next = after_turn(weights_[0], panel_bytes_, turn).distance(first);
         multiply_groups<count>(first, apart, last, groups, next == 0 ? 0 : next + Panel::offset(0) - Panel::offset(last), sums);
-        for (int64_t p = 0; p < Some::value; p++) finish(turn.panel + p * turn.apart, p, sums);
+        for (int64_t p = 0; p < Some::value; p++) finish(turn, turn.panel + p * turn.apart, p, sums);
     }
 
     // Groups `from` to `until` - 1 of all rows and panels, and asks for what lies `ahead` bytes further. What several tiles read is read
@@ -175,12 +183,12 @@ private:
     }
 
     // Output panel `panel`, whose sums are those of stream p, or of all streams where each is of a weight.
-    void finish(int64_t panel, int64_t p, FewSums *sums) {
+    void finish(const Turn &turn, int64_t panel, int64_t p, FewSums *sums) {
         for (int64_t r = 0; r < rows_; r++) {
             alignas(line_bytes) float line[group_panels * panel_rows];
             for (int64_t w = 0; w < Epilogue::weights; w++) {
                 float *own = sums[r].products + (p + w) * panel_rows;
-                finish_sums<Format>(weights_[w] + panel * panel_bytes_, own, sums[r].minima + (p + w) * panel_rows);
+                finish_sums<Format>(weights_[w] + turn.place(panel, panel_bytes_), own, sums[r].minima + (p + w) * panel_rows);
                 memcpy(line + w * PanelGroups<uint8_t, Epilogue>::columns, own, panel_rows * sizeof *own);
             }
             finish_panel(epilogue_, panel, out_cols_, line, r);
@@ -196,6 +204,7 @@ private:
     uint8_t *fixed_ = nullptr;
 };
 
+#endif
+
 }  // namespace
 }  // namespace ISA
-#endif

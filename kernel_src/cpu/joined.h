@@ -1,11 +1,11 @@
-// Q, K and V of a token, which are multiplied as one matrix.
+// The weights of Q, K and V, which are multiplied as one matrix.
 #pragma once
 
 #include <cstdint>
 
 #include "kernel.h"
 
-// Matrices that are multiplied with one vector as one: their panels are counted on from the first one's.
+// Matrices that are multiplied as one: their panels are counted on from the first one's.
 struct Joined {
     static constexpr int most = 3;
     struct Result {

@@ -151,8 +151,9 @@ struct Nothing {
 // Calls multiply(Panels, the turn that they are in) for all panels of all chunks; prepare() before the first of them, and
 // begin(panel) and end(panel, end) before and after those of a chunk.
 template <class Most, class Multiply, class Prepare = Nothing, class Begin = Nothing, class End = Nothing>
-INLINE void each_turn(Chunks &chunks, const Multiply &multiply, const Prepare &prepare = {}, const Begin &begin = {}, const End &end = {},
-                      const Joined *joined = nullptr) {
+INLINE void each_turn(Chunks &chunks, const Joined *joined, const Multiply &multiply, const Prepare &prepare = {}, const Begin &begin = {},
+                      const End &end = {}) {
+    if (joined != nullptr) chunks.cut_at(joined->begins[1], joined->begins[2]);
     Turn turn = {chunks, joined};
     turn.take();
     if (turn.more) prepare();
@@ -169,13 +170,10 @@ INLINE void each_turn(Chunks &chunks, const Multiply &multiply, const Prepare &p
 template <class Most, class Epilogue, class Prepare, class Multiply>
 INLINE void each_panels(Chunks &chunks, const Epilogue &epilogue, const Prepare &prepare, const Multiply &multiply) {
     KeptRow<Epilogue> row(epilogue);
-    const Joined *const joined = joined_by(epilogue);
-    if (joined != nullptr) chunks.cut_at(joined->begins[1], joined->begins[2]);
     const Epilogue *keeping = nullptr;
     each_turn<Most>(
-        chunks, [&](auto some, Turn &turn) { multiply(some, turn, *keeping); }, prepare,
-        [&](int64_t first) { keeping = &row.begin(first); }, [&](int64_t first, int64_t end) { row.write(first, end); },
-        joined);
+        chunks, joined_by(epilogue), [&](auto some, Turn &turn) { multiply(some, turn, *keeping); }, prepare,
+        [&](int64_t first) { keeping = &row.begin(first); }, [&](int64_t first, int64_t end) { row.write(first, end); });
 }
 
 // What is read behind the panels of a turn, where they are those of the first weight.
@@ -193,23 +191,6 @@ INLINE void each_weight(const Weight *const *first, int64_t size, Turn &turn, co
         multiply(w, first[w] + at,
                  w + 1 < weights ? After<Weight>{first[w + 1] + at, first[0], size, turn} : after_turn(first[0], size, turn));
     }
-}
-
-// Multiplies x with each of Q's, K's and V's weights by a Product: with all as one where the machine reads few long streams fastest.
-// `size`: elements of a panel.
-template <class Product, class Weight>
-INLINE void joined_gemv(const Weight *const *weights, const bf16 *x, int64_t size, int64_t cols, const Joined::Result *results, Worker &worker) {
-    Joined joined = {};
-    int64_t panels = 0;
-    for (int i = 0; i < Joined::most; i++) {
-        const auto &[out, out_cols, bias] = joined.results[i] = results[i];
-        if (!reads_ahead) Product(weights + i, out_cols, cols, {out, out_cols, bias}).run(x, worker);
-        joined.begins[i] = panels;
-        joined.jumps[i] = weights[i] - weights[0] - panels * size;
-        panels += panel_count(out_cols);
-    }
-    const int64_t all = panels * panel_rows;
-    if (reads_ahead) Product(weights, all, cols, {results[0].out, all, nullptr, &joined}).run(x, worker);
 }
 
 }  // namespace

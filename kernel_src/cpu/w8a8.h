@@ -245,6 +245,9 @@ INLINE void begin_sums(const IntegerTileArgs &args, int64_t rows, int64_t panels
             memcpy(args.sums + r * args.sums_stride + p * panel_rows, args.panels[p] + line_bytes, line_bytes);
 }
 
+template <>
+constexpr int64_t direct_rows<W8A8> = ISA_LANES == 16 && !ISA_AMX ? tile_rows : 0;
+
 #if ISA_LANES == 16 && !ISA_AMX
 
 // As many rows as a tile has, in the long streams in which a vector is multiplied. More rows take longer than reading.
@@ -269,7 +272,7 @@ private:
     void run_in(Worker &worker) {
         using Streams = Panels<P / Epilogue::weights>;
         Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes_ * Epilogue::weights);
-        each_turn<Streams>(chunks, [&](auto some, Turn &turn) { multiply<P, decltype(some)::value>(turn); });
+        each_turn<Streams>(chunks, joined_by(epilogue_), [&](auto some, Turn &turn) { multiply<P, decltype(some)::value>(turn); });
     }
 
     // Panels of each weight, `some` of them. Where a tile has more, the last one is multiplied again and the result dropped.
@@ -284,7 +287,7 @@ private:
         args.sums_stride = P * panel_rows;
         for (int64_t i = 0; i < P; i++) {
             const int64_t p = i % streams;
-            args.panels[i] = weights_[i / streams] + (turn.panel + (p < some ? p : some - 1) * turn.apart) * panel_bytes_;
+            args.panels[i] = weights_[i / streams] + turn.place(turn.panel + (p < some ? p : some - 1) * turn.apart, panel_bytes_);
         }
         begin_sums(args, rows_, P);
         const int64_t quads = quad_count(cols_), last = quads > far_lines ? quads - far_lines : 0;
@@ -341,11 +344,10 @@ public:
     void run(Worker &worker) {
         groups_.divide(worker.threads);
         quantise(worker);
-#if ISA_LANES == 16 && !ISA_AMX
-        if (groups_.rows <= tile_rows)
-            return GroupedRows<W8A8, Epilogue>(groups_.weights, quantised_, scales_, groups_.rows, cols_, groups_.out_cols, epilogue_)
-                .run(worker);
-#endif
+        if constexpr (direct_rows<W8A8> > 0)
+            if (groups_.rows <= direct_rows<W8A8>)
+                return GroupedRows<W8A8, Epilogue>(groups_.weights, quantised_, scales_, groups_.rows, cols_, groups_.out_cols, epilogue_)
+                    .run(worker);
         work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
         [[maybe_unused]] const Registers registers;
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });

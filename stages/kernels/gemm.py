@@ -43,6 +43,20 @@ def reference_f32(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return product
 
 
+def reference_qkv(
+    x: np.ndarray, wq: np.ndarray, wk: np.ndarray, wv: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the products of Q, K and V with the same rows."""
+    return reference(x, wq), reference(x, wk), reference(x, wv)
+
+
+def reference_qkv_bias(
+    x: np.ndarray, wq: np.ndarray, wk: np.ndarray, wv: np.ndarray, bq: np.ndarray, bk: np.ndarray, bv: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the products of Q, K and V with the same rows, each plus a bias, rounded only after the sum."""
+    return reference_bias(x, wq, bq), reference_bias(x, wk, bk), reference_bias(x, wv, bv)
+
+
 def reference_silu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarray:
     """Return SwiGLU of two rounded products, or what it is with another activation."""
     return silu_and_mul.reference(reference(x, gate), reference(x, up), activation)
@@ -445,6 +459,17 @@ KERNELS = (
     signature("gemm", ("x", _WEIGHT), _PARAMS, reference, tiling=_cut, program=build),
     signature("gemm_add", ("x", _WEIGHT, "residual"), _PARAMS, reference_add, source="gemm"),
     signature("gemm_silu", ("x", matrix("gate"), matrix("up")), f"{_PARAMS} activation", reference_silu, source="gemm"),
+    *(
+        signature(
+            f"gemm_qkv{more}",
+            ("x", *map(matrix, ("wq", "wk", "wv")), *biases),
+            "rows cols q_cols kv_cols",
+            computes,
+            writes=("q", "k", "v"),
+            source="gemm",
+        )
+        for more, computes, *biases in (("", reference_qkv), ("_bias", reference_qkv_bias, "bq", "bk", "bv"))
+    ),
     signature(
         "gemm_f32",
         ("x", _WEIGHT),

@@ -366,6 +366,22 @@ def test_q_k_and_v_of_one_product(teams, rng, cols, q_cols, kv_cols):
             assert_within(result, expected + more, bound + U32 * np.abs(expected + more))
 
 
+@pytest.mark.parametrize(
+    "rows, cols, q_cols, kv_cols", [(1, 1, 1, 1), (5, 33, 70, 17), (2, 576, 576, 192), (40, 300, 31, 500)]
+)
+def test_q_k_and_v_of_several_rows(teams, rng, rows, cols, q_cols, kv_cols):
+    widths, x = (q_cols, kv_cols, kv_cols), normal(rng, rows, cols)
+    weights, biases = [normal(rng, width, cols) for width in widths], [normal(rng, width) for width in widths]
+    packed = [guarded(panels(weight)) for weight in weights]
+    for name, added in (("gemm_qkv", []), ("gemm_qkv_bias", biases)):
+        results = [output((rows, width)) for width in widths]
+        teams(name, x, *packed, *added, *results, rows, cols, q_cols, kv_cols)
+        for i, result in enumerate(results):
+            expected, bound = product(x, weights[i])
+            more = wide(added[i]) if added else 0
+            assert_within(result, expected + more, bound + U32 * np.abs(expected + more))
+
+
 @pytest.mark.parametrize("rows, cols, out_cols", [*PROJECTIONS, (1, 31, 300), (1, 33, 9), (1, 2049, 1000)])
 def test_gemv_rows(teams, rng, rows, cols, out_cols):
     x, weight, out = normal(rng, cols), normal(rng, out_cols, cols), output(out_cols, np.float32)

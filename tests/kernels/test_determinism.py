@@ -139,11 +139,26 @@ def compare_q_k_and_v(case: Case, name: str, biased: bool) -> None:
         assert_same(results[i], one)
 
 
+def compare_rows_of_q_k_and_v(case: Case, name: str, biased: bool) -> None:
+    rows, cols, q_cols, kv_cols = case.size(20), case.size(1500), case.size(300), case.size(200)
+    kernel, joined = (format_kernel(f"{kernel}_bias" if biased else kernel, name) for kernel in ("gemm", "gemm_qkv"))
+    x, widths, stored = guarded(case.normal(rows, cols)), (q_cols, kv_cols, kv_cols), formats()[HOST[kernel].stored]
+    weights = [guarded(stored.pack(case.normal(width, cols), "panels")) for width in widths]
+    biases = [case.normal(width) for width in widths] if biased else []
+    results = [output((rows, width)) for width in widths]
+    case(joined, x, *weights, *biases, *results, rows, cols, q_cols, kv_cols)
+    for i, width in enumerate(widths):
+        one = output((rows, width))
+        case(kernel, x, weights[i], *biases[i : i + 1], one, rows, cols, width)
+        assert_same(results[i], one)
+
+
 @in_each_format
 @from_seed
 def test_q_k_and_v_of_one_product_are_those_of_three(teams: list[Kernels], name: str, seeds: range) -> None:
     for seed in seeds[::3]:
         compare_q_k_and_v(Case(teams, seed), name, seed % 2 == 1)
+        compare_rows_of_q_k_and_v(Case(teams, seed), name, seed % 2 == 1)
 
 
 CALLED = ("append_kv_panels", "flash_attention_panels", "decode_attention_panels")

@@ -23,7 +23,7 @@ def names(name: str) -> list[str]:
 def test_what_is_joined() -> None:
     assert names("o_ffn") == ["gemm_add", "rms_norm", "gemm_silu", "gemm_add"]
     assert names("o_gemv_ffn") == ["gemv_add", "rms_norm", "gemv_silu", "gemv_add"]
-    assert names("rms_gemms_rope") == ["rms_norm", "gemm", "gemm", "gemm", "rope", "rope"]
+    assert names("rms_gemms_rope") == ["rms_norm", "gemm_qkv", "rope", "rope"]
     attention = ["append_kv_panels", "decode_attention_panels"]
     assert names("rms_gemv_attn_panels") == ["rms_norm", "gemv_qkv", "rope", "rope", *attention]
 
@@ -32,6 +32,8 @@ def test_bound_as_the_separate_launches_were() -> None:
     product = fuse(part(A_LLAMA, PartKey("rms_gemv_attn_panels")))[1]
     assert product.args == {"x": "normed", "wq": "wq", "wk": "wk", "wv": "wv", "q": "q", "k": "k", "v": "v"}
     assert product.scalars == {"q_cols": "q_dim", "kv_cols": "kv_dim", "cols": "emb"}
+    rows = fuse(part(A_LLAMA, PartKey("rms_gemms_rope")))[1]
+    assert (rows.args, rows.scalars) == (product.args, {"rows": "seq"} | product.scalars)
     first, _, swiglu, last = fuse(part(A_LLAMA, PartKey("o_ffn")))
     assert first.args == {"x": "attn_out", "weight": "wo", "residual": "x_residual", "out": "res1"}
     assert swiglu.args == {"x": "normed2", "gate": "w_gate", "up": "w_up", "out": "swiglu"}

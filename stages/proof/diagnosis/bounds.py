@@ -690,7 +690,7 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     **dict.fromkeys(("norm_rope", "norm_rope_kv"), _bound_normed_rotation),
     "norm_rope_q": partial(_bound_query_rotation, rotation=_bound_normed_rotation),
     **dict.fromkeys(("gemm_bias", "gemm_kv_bias", "gemv_bias", "norm_gemv_bias"), _bound_biased_product),
-    **dict.fromkeys(("gemv_qkv", "gemv_qkv_bias"), _bound_qkv),
+    **dict.fromkeys(("gemm_qkv", "gemm_qkv_bias", "gemv_qkv", "gemv_qkv_bias"), _bound_qkv),
     "rope_q": _bound_query_rotation,
     "short_conv": _bound_short_conv,
     **dict.fromkeys(("token_attention", "norm_token_attention"), _bound_token_attention),

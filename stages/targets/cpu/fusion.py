@@ -13,6 +13,8 @@ from stages.weights.formats import formats
 
 _SUMMED = ("gemm", "gemv", "moe_gemm", "moe_gemv", "moe_gemm_bias", "moe_gemv_bias")
 """Operations whose result may be added to the residual stream at once."""
+_JOINED = {f"{product}{more}": f"{product}_qkv{more}" for product in ("gemm", "gemv") for more in ("", "_bias")}
+"""Operations of which one may multiply with Q's, K's and V's weights."""
 _PRODUCTS = tuple(
     format_kernel(product, name, activations)
     for product in ("gemm", "gemv")
@@ -24,7 +26,7 @@ _PRODUCTS = tuple(
 def fuse(part: Part) -> tuple[Launch, ...]:
     """The part's launches with projections joined to the residual add or the activation that alone reads them.
 
-    Those of Q, K and V of a token are joined to each other.
+    Those of Q, K and V are joined to each other.
     """
     launches, joined = list(part.launches), []
     while launches:
@@ -59,19 +61,18 @@ def _residual(part: Part, launches: Sequence[Launch]) -> tuple[int, Launch] | No
 
 
 def _qkv(part: Part, launches: Sequence[Launch]) -> tuple[int, Launch] | None:
-    """Projections of one vector, of which the last two have as many outputs."""
+    """Projections of one input, of which the last two have as many outputs."""
     match launches[:3]:
-        case [q, k, v] if q.kernel.operation in ("gemv", "gemv_bias") and q.kernel == k.kernel == v.kernel:
+        case [q, k, v] if q.kernel.operation in _JOINED and q.kernel == k.kernel == v.kernel:
             if q.args["x"] == k.args["x"] == v.args["x"] and k.scalars == v.scalars:
                 args = {"x": q.args["x"]}
                 for which, launch in zip("qkv", (q, k, v), strict=True):
                     named = {"weight": f"w{which}", "bias": f"b{which}", "out": which}
                     args |= {named[arg]: slot for arg, slot in launch.args.items() if arg in named}
-                scalars = {"q_cols": q.scalars["out_cols"], "kv_cols": k.scalars["out_cols"], "cols": q.scalars["cols"]}
-                operation = q.kernel.operation.replace("gemv", "gemv_qkv")
-                return 3, Launch(
-                    kernels()[format_kernel(operation, q.kernel.stored, q.kernel.activations)], args, scalars
-                )
+                scalars = {"q_cols": q.scalars["out_cols"], "kv_cols": k.scalars["out_cols"]}
+                scalars |= {name: value for name, value in q.scalars.items() if name != "out_cols"}
+                joined = format_kernel(_JOINED[q.kernel.operation], q.kernel.stored, q.kernel.activations)
+                return 3, Launch(kernels()[joined], args, scalars)
     return None
 
 
