@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llama_npu2.engine.sampling import log_softmax, most_likely
+from llama_npu2.engine.sampling import largest, log_total, most_likely
 from llama_npu2.frozen import frozen
 from llama_npu2.text.replies import Kind, Piece
 
@@ -65,10 +65,9 @@ class Logprob:
 
         `logits` are float32 `[vocab]`, after the tokens before it. Raises UserError if they are no numbers.
         """
-        greedy, logprobs = token == most_likely(logits), log_softmax(logits)
-        ids = np.argpartition(-logprobs, min(top, len(logprobs)) - 1)[:top] if top else np.array([], np.int64)
-        best = sorted((-float(logprobs[i]), int(i)) for i in ids)
-        return cls(token, float(logprobs[token]), greedy, tuple((i, -negative) for negative, i in best))
+        greedy, total = token == most_likely(logits), log_total(logits)
+        best = sorted(largest(logits, top).tolist() if top else [], key=lambda i: -logits[i])
+        return cls(token, float(logits[token]) - total, greedy, tuple((i, float(logits[i]) - total) for i in best))
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import isfinite
+from math import isfinite, log
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +13,17 @@ from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
 
 Sampler = Callable[[np.ndarray], int]
+
+_PART = 8192
+"""Numbers that are worked on at a time in float64. An operating system gives out arrays of a megabyte page by page."""
+_SETS = 64
+"""How many values, far apart, share a maximum when the largest ones are looked for."""
+_SPAN = 256
+"""How many weights are first drawn from as one."""
+_STEP, _LEAST = np.float32(1 / 16), np.float32(1e-30)
+"""By which factor a nucleus is looked for among less likely tokens at a time, and where all are taken."""
+_COLDEST, _HOTTEST = 1e-30, 1e30
+"""Temperatures that float32 has room for. At these, only equal logits share the probability, or all tokens do."""
 
 
 class Restriction(Protocol):
@@ -48,8 +59,10 @@ def sampler(
                 restrict(adjusted)
             token = most_likely(adjusted)
         if generator:
-            ids, probabilities = distribution(adjusted, options)
-            token = int(generator.choice(ids, p=probabilities))
+            ids, weights = _weighed(adjusted, options)
+            token = drawn(weights, generator.random())
+            if ids is not None:
+                token = int(ids[token])
         adjust.follow(token)
         return token
 
@@ -108,50 +121,98 @@ class Adjustment:
 
 
 def distribution(logits: np.ndarray, options: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of the tokens that may be drawn, and their float64 probabilities, which add up to 1.
+    """Return the ids of the tokens that may be drawn, ascending, and their float64 probabilities, which add up to 1.
 
     The filters come in the order of transformers: scale logits by `1/temperature`, keep the `top_k` most likely tokens
     (0: all), then the smallest set whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2020), then
-    those at least `min_p` times as likely as the most likely one (Nguyen et al. 2024).
+    those at least `min_p` times as likely as the most likely one (Nguyen et al. 2024). Of tokens that are as likely,
+    filters keep the first.
     """
-    ids, probabilities = _softmax(*_largest(logits, options.top_k), options.temperature)
-    return _min_p(*_nucleus(ids, probabilities, options.top_p), options.min_p)
+    ids, weights = _weighed(logits, options)
+    return np.arange(len(logits)) if ids is None else ids, weights / weights.sum(dtype=np.float64)
+
+
+def drawn(weights: np.ndarray, uniform: float) -> int:
+    """Return an index that has a probability like its weight.
+
+    Args:
+        weights: float32 `[indices]`, none below 0 and one above.
+        uniform: a random number, 0 <= uniform < 1.
+    """
+    sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _SPAN)), dtype=np.float64)
+    target = uniform * float(sums[-1])
+    part = _over(sums, target)
+    first = part * _SPAN
+    inner = np.cumsum(weights[first : first + _SPAN], dtype=np.float64)
+    return first + _over(inner, target - float(sums[part - 1]) if part else target)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return the float64 log-softmax over the last axis."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return shifted
+    rows = logits.reshape(-1, logits.shape[-1])
+    return np.stack([row - log_total(row) for row in rows.astype(np.float64)]).reshape(logits.shape)
 
 
-def _largest(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and logits of the `top_k` largest logits, of all if 0."""
-    if not 0 < top_k < len(logits):
-        return np.arange(len(logits)), logits
-    ids = np.argpartition(logits, -top_k)[-top_k:]
-    return ids, logits[ids]
+def log_total(logits: np.ndarray) -> float:
+    """Return the logarithm of the sum of `exp(logits)`, of `[vocab]`, in float64."""
+    most = float(logits.max())
+    parts = (logits[first : first + _PART] for first in range(0, len(logits), _PART))
+    return most + log(sum(float(np.exp(part.astype(np.float64) - most).sum()) for part in parts))
 
 
-def _softmax(ids: np.ndarray, logits: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    with np.errstate(over="ignore"):  # a logit far below the largest gets probability 0
-        weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
-    return ids, weights / weights.sum()
+def largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Return where the `count` largest of float32 `[values]` are, ascending; of equal ones the first."""
+    if count >= len(values):
+        return np.arange(len(values))
+    # The largest of each of `columns` sets are values: as many as are to be found are not below this bound.
+    columns, bound = len(values) // _SETS, np.float32(-np.inf)
+    if columns >= count:
+        bound = _order_statistic(values[: _SETS * columns].reshape(_SETS, columns).max(axis=0), count)
+    least = _order_statistic(values[values >= bound], count)
+    found = np.flatnonzero(values >= least)
+    equal = np.flatnonzero(values[found] == least)
+    return np.delete(found, equal[len(equal) - (len(found) - count) :])
 
 
-def _nucleus(ids: np.ndarray, probabilities: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    if top_p >= 1:
-        return ids, probabilities
-    order = np.argsort(-probabilities, kind="stable")
-    count = int(np.searchsorted(np.cumsum(probabilities[order]), top_p)) + 1
-    return _only(ids, probabilities, order[:count])
+def _order_statistic(values: np.ndarray, count: int) -> np.float32:
+    found: np.float32 = np.partition(values, -count)[-count]
+    return found
 
 
-def _min_p(ids: np.ndarray, probabilities: np.ndarray, min_p: float) -> tuple[np.ndarray, np.ndarray]:
-    if min_p <= 0:
-        return ids, probabilities
-    return _only(ids, probabilities, probabilities >= min_p * probabilities.max())
+def _weighed(logits: np.ndarray, options: Sampling) -> tuple[np.ndarray | None, np.ndarray]:
+    """Return the ids of the tokens that may be drawn, ascending, and float32 weights like their probabilities.
+
+    The ids are None for all tokens.
+    """
+    ids = largest(logits, options.top_k) if 0 < options.top_k < len(logits) else None
+    weights = (logits if ids is None else logits[ids]) - logits.max()
+    with np.errstate(over="ignore"):  # a logit far below the largest gets weight 0
+        weights /= np.float32(min(max(options.temperature, _COLDEST), _HOTTEST))
+    np.exp(weights, out=weights)
+    if options.top_p < 1:
+        ids, weights = _only(ids, weights, _nucleus(weights, options.top_p))
+    if options.min_p > 0:
+        ids, weights = _only(ids, weights, np.flatnonzero(weights >= np.float32(options.min_p) * weights.max()))
+    return ids, weights
 
 
-def _only(ids: np.ndarray, probabilities: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return ids[kept], probabilities[kept] / probabilities[kept].sum()
+def _only(ids: np.ndarray | None, weights: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return kept if ids is None else ids[kept], weights[kept]
+
+
+def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Return where the fewest weights are, ascending, that have this share of their sum together."""
+    wanted, least = top_p * weights.sum(dtype=np.float64), _STEP
+    likely = np.flatnonzero(weights >= least)
+    while least > _LEAST and weights[likely].sum(dtype=np.float64) < wanted:
+        least *= _STEP
+        likely = np.flatnonzero(weights >= least)
+    some = weights[likely]
+    sums = np.cumsum(np.sort(some)[::-1], dtype=np.float64)
+    return likely[largest(some, int(np.searchsorted(sums, wanted)) + 1)]
+
+
+def _over(sums: np.ndarray, target: float) -> int:
+    """Return which sum is the first above `target`; if rounding leaves none, the first that is as large as the last."""
+    index = int(np.searchsorted(sums, target, "right"))
+    return index if index < len(sums) else int(np.searchsorted(sums, sums[-1]))
