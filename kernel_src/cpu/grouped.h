@@ -72,7 +72,7 @@ struct GroupedPanel {
 struct Nibbles {
     static constexpr int64_t inputs = group_inputs, number_bytes = 256;
     static constexpr int64_t narrow_inputs = 4096;
-    static constexpr int wide_streams = 4, direct_rows = 16;
+    static constexpr int wide_streams = 4, direct_rows = 8;
     static constexpr int zero = 0, most = 15;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
@@ -125,13 +125,26 @@ template <int64_t group>
 struct Bytes {
     static constexpr int64_t inputs = group, number_bytes = panel_rows * group;
     static constexpr int64_t narrow_inputs = 1024;
-    static constexpr int wide_streams = 4, direct_rows = 16;
+    static constexpr int wide_streams = 4, direct_rows = 8;
     static constexpr int zero = 128, most = 128;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         return load<quadv>(numbers + i * line_bytes + at);
     }
 };
+
+// Of quad i, the pair of inputs in its even bytes, or in its odd ones, as 16 bits. Nibbles take fewer instructions than by way of bytes.
+template <class Format>
+INLINE quadv pairs_at(const uint8_t *numbers, int i, int half, int64_t at) {
+    if constexpr (std::is_base_of_v<Nibbles, Format> && Format::zero == 0) {
+        const int shift = i % 2 * 4 + half * 8;
+        const quadv above = load<quadv>(numbers + i / 2 * line_bytes + at) >> shift;
+        return shift == 12 ? above : above & 0xf;
+    } else {
+        const quadv four = Format::quad_at(numbers, i, at);
+        return half == 0 ? four & 0xff : four >> 8;
+    }
+}
 
 INLINE i32v load_u8(const uint8_t *p) {
 #if ISA_LANES == 16

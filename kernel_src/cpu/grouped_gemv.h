@@ -21,8 +21,6 @@ INLINE void ask(const uint8_t *line, const uint8_t *asked) {
     if (Some::soon != 0) prefetch<true>(line + Some::soon * Format::number_bytes);
 }
 
-#if ISA_LANES == 16
-
 // The addresses of a group: of its inputs in R rows of x, of its numbers in P panels, and of what is asked for with these. With several
 // rows each is kept in a register. The compiler would keep the sum of each address and offset, for which there are too few.
 template <int R, int P>
@@ -38,6 +36,8 @@ struct RowsAndPanels {
         for (int p = 0; p < P; p++) settle_address(panels[p]), settle_address(asked[p]);
     }
 };
+
+#if ISA_LANES == 16
 
 // Whether a vector x is taken in bytes.
 template <class Format>
@@ -154,26 +154,22 @@ INLINE void sums_of_rows(const uint8_t *numbers, int64_t size, int64_t ahead, co
                          const int32_t *sums_of_x, int64_t sums_stride, i32v *sums) {
     constexpr int P = Some::value, V = P * sum_vectors;
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
+    const RowsAndPanels<R, P> at(x, x_stride, numbers, size, ahead, Some::skew);
 #pragma GCC unroll 8
     for (int v = 0; v < R * V; v++) sums[v] = -Format::zero * sums_of_x[v / V * sums_stride] - i32v{};
 #pragma GCC unroll 8
     for (int i = 0; i < quads; i++) {
-        quadv four[V];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
-            const uint8_t *own = numbers + v / sum_vectors * size;
-            if (i % per_line == 0 && v % sum_vectors == 0)
-                ask<Format, Some>(own + i / per_line * line_bytes, own + i / per_line * line_bytes + ahead);
-            four[v] = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
-        }
+        for (int p = 0; p < P; p++)
+            if (i % per_line == 0) ask<Format, Some>(at.panels[p] + i / per_line * line_bytes, at.asked[p] + i / per_line * line_bytes);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             quadv two[V];
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) two[v] = half == 0 ? four[v] & 0xff : four[v] >> 8;
+            for (int v = 0; v < V; v++) two[v] = pairs_at<Format>(at.panels[v / sum_vectors], i, half, v % sum_vectors * lanes * quad);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                const i32v pair = splat_pair(x + r * x_stride + i * quad + 2 * half);
+                const i32v pair = splat_pair(at.rows[r] + i * quad + 2 * half);
 #pragma GCC unroll 8
                 for (int v = 0; v < V; v++) {
                     i32v &sum = sums[r * V + v];
@@ -218,47 +214,48 @@ struct QuadSum {
     INLINE_MEMBER void begin(int32_t first) { sum = _mm512_set1_epi32(first); }
     INLINE_MEMBER void add(int, quadv numbers, Inputs x) { sum = _mm512_dpbusd_epi32(sum, (__m512i)numbers, x); }
     INLINE_MEMBER i32v total() const { return (i32v)sum; }
-#else
-    static constexpr int narrow_quads = ISA_LANES == 8 ? quads_in_16_bits<Format>(most_byte) : 0;
+#elif ISA_LANES == 8
+    static constexpr int narrow_quads = quads_in_16_bits<Format>(most_byte);
+    static_assert(narrow_quads > 0 || Format::zero == 128, "other numbers are bytes with a sign");
 
+    struct SignedSum {
+        i32v wide;
+
+        INLINE_MEMBER void add(int i, __m256i numbers, __m256i x) {
+            wide = multiply_quads(_mm256_xor_si256(numbers, _mm256_set1_epi8(-128)), x, i == 0 ? i32v{} : wide);
+            settle(wide);
+        }
+    };
+
+    using Inputs = __m256i;
+    int32_t start;
+    std::conditional_t<(narrow_quads > 0), ByteSum<(narrow_quads > 0 ? narrow_quads : 1), quads>, SignedSum> sum;
+
+    INLINE Inputs inputs(const int8_t *x) { return (__m256i)four_of(x); }
+    INLINE_MEMBER void begin(int32_t first) { start = narrow_quads > 0 ? first : 0; }
+    INLINE_MEMBER void add(int i, quadv numbers, Inputs x) { sum.add(i, (__m256i)numbers, x); }
+    INLINE_MEMBER i32v total() const { return start + (i32v)sum.wide; }
+#else
     // Of four inputs, the low bytes of two pairs, and the high ones.
     struct Inputs {
         i32v first, second;
     };
 
-    struct PairSum {
-        i32v wide;
-
-        INLINE_MEMBER void add(int i, quadv numbers, const Inputs &x) {
-            const i32v some = multiply_pairs(numbers & 0xff, x.first, i == 0 ? i32v{} : wide);
-            wide = multiply_pairs(numbers >> 8, x.second, some);
-            settle(wide);
-        }
-    };
-
     int32_t start;
-#if ISA_LANES == 8
-    std::conditional_t<(narrow_quads > 0), ByteSum<(narrow_quads > 0 ? narrow_quads : 1), quads>, PairSum> sum;
-#else
-    PairSum sum;
-#endif
+    i32v sum;
 
     INLINE Inputs inputs(const int8_t *x) {
         typedef int16_t pairv __attribute__((vector_size(lanes * 4)));
         const pairv four = (pairv)four_of(x);
-        if (narrow_quads > 0) return {(i32v)four, i32v{}};
         return {(i32v)((four << 8) >> 8), (i32v)(four >> 8)};
     }
 
     INLINE_MEMBER void begin(int32_t first) { start = first; }
     INLINE_MEMBER void add(int i, quadv numbers, const Inputs &x) {
-#if ISA_LANES == 8
-        if constexpr (narrow_quads > 0) return sum.add(i, (__m256i)numbers, (__m256i)x.first);
-        else
-#endif
-            sum.add(i, numbers, x);
+        const i32v some = multiply_pairs(numbers & 0xff, x.first, i == 0 ? i32v{} : sum);
+        sum = multiply_pairs(numbers >> 8, x.second, some);
     }
-    INLINE_MEMBER i32v total() const { return start + (i32v)sum.wide; }
+    INLINE_MEMBER i32v total() const { return start + sum; }
 #endif
 };
 

@@ -64,7 +64,7 @@ struct GroupedVector<W8A8> {
     static int64_t panel_elements(int64_t cols) { return GroupedPanel<W8A8>::size(cols); }
 
     static GroupedVector take(const bf16 *x, int64_t cols, uint8_t *memory) {
-        const float scale = quantise_row(x, cols, memory);
+        const float scale = quantise_row<FewNumber>(x, cols, memory);
         return {memory, cols, scale};
     }
 

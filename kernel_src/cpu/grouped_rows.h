@@ -8,10 +8,7 @@ namespace {
 
 // How many rows are at most multiplied in this way.
 template <class Format>
-constexpr int64_t direct_rows = ISA_AMX || ISA_LANES < 8                         ? 0
-                                : ISA_LANES == 16                                ? 16
-                                : takes_bytes<Format> && Format::direct_rows > 8 ? 8
-                                                                                 : Format::direct_rows;
+constexpr int64_t direct_rows = ISA_AMX || ISA_LANES < 8 ? 0 : ISA_LANES == 16 ? 16 : Format::direct_rows;
 
 template <class Format, class Epilogue>
 class GroupedRows;
@@ -26,7 +23,7 @@ constexpr int few_tile_panels = ISA_LANES == 16 ? 2 : 1;
 // into L1 than memory needs at a time, and arithmetic takes too long for loads to run ahead by themselves.
 constexpr int64_t far_bytes = 16384;
 struct FewPanels : Panels<few_tile_panels> {
-    static constexpr int soon = 4;
+    static constexpr int soon = ISA_LANES == 16 ? 4 : 0;
 };
 
 // Whether lines are asked for into L2, too. Where a line has one quad and meets two rows, the machine's own requests run far enough

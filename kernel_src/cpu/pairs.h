@@ -49,6 +49,17 @@ INLINE void settle_address(const T *&address) {
     asm("" : "+r"(address));
 }
 
+#if ISA_LANES == 8
+
+// The next i32 sums: a quad of i8 for each output, times four of x, -127 to 127. vpmaddubsw takes one operand without a sign, so
+// magnitudes are multiplied with what has the signs of both; the sum of two products has 16 bits.
+INLINE i32v multiply_quads(__m256i numbers, __m256i x, i32v sum) {
+    const __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(numbers), _mm256_sign_epi8(x, numbers));
+    return sum + (i32v)_mm256_madd_epi16(products, _mm256_set1_epi16(1));
+}
+
+#endif
+
 // Two of x for every output.
 INLINE i32v splat_pair(const int16_t *x) {
     int32_t pair;

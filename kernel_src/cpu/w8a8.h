@@ -33,8 +33,10 @@ INLINE_MEMBER void widen_row<W8A8>(const uint8_t *panel, int64_t group, int64_t 
     for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);
 }
 
-// A number of x: 128 is added to it. AVX2 multiplies pairs of 16 bits, in the order of a quad.
+// A number of x: 128 is added to it. AVX2 multiplies pairs of 16 bits, in the order of a quad; but a few rows as bytes with a sign,
+// because to widen weights would take longer.
 using QuantisedNumber = std::conditional_t<ISA_LANES == 8, int16_t, uint8_t>;
+using FewNumber = std::conditional_t<ISA_LANES == 8, int8_t, uint8_t>;
 constexpr int64_t quantised_quad = quad * sizeof(QuantisedNumber);  // in bytes
 
 // Bytes of a quantised row of x, with room for whole vectors, and no power of two: a tile of rows is in several sets of a
@@ -43,12 +45,20 @@ INLINE int64_t quantised_size(int64_t cols) {
     return ((cols + line_bytes - 1) / line_bytes * line_bytes + line_bytes) * static_cast<int64_t>(sizeof(QuantisedNumber));
 }
 
-// out QuantisedNumber [cols], in room for quantised_size bytes, = 128 + x / scale; returns the scale.
+// out Number [cols], in room for quantised_size bytes, = x / scale, with 128 added unless it has a sign; returns the scale.
+template <class Number>
 INLINE float quantise_row(const bf16 *x, int64_t cols, uint8_t *out) {
     return quantise(x, cols, [&](int64_t i, i32v whole) {
-        if constexpr (ISA_LANES == 8) store(out + i * 2, narrowed<i16v>(in_quad_order(whole + 128)));
-        else store(out + i, narrowed<i8v>(whole + 128));
+        if constexpr (std::is_same_v<Number, int16_t>) store(out + i * 2, narrowed<i16v>(in_quad_order(whole + 128)));
+        else store(out + i, narrowed<i8v>(std::is_same_v<Number, int8_t> ? whole : whole + 128));
     });
+}
+
+// What the sums i32 [16] of a panel and numbers of x begin with.
+template <class Number>
+INLINE void begin_panel(const uint8_t *panel, int32_t *sums) {
+    if (std::is_same_v<Number, int8_t>) memset(sums, 0, line_bytes);
+    else memcpy(sums, panel + line_bytes, line_bytes);
 }
 
 // sums f32 [16] = sums i32 [16] in units of both scales.
@@ -154,6 +164,45 @@ void integer_tile(const IntegerTileArgs &args) {
     }
 }
 
+// The same of a few rows in bytes with a sign, and asks for lines. Inlined, its sums would leave their registers.
+template <int R, int P>
+NOINLINE void few_integers_tile(const IntegerTileArgs &args) {
+    constexpr int V = P * sum_vectors;
+    const uint8_t *x[R], *lines[P], *soon[P];
+    i32v sum[R][V];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) settle_address(x[r] = args.x + r * args.x_stride);
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++) {
+        lines[p] = args.panels[p] + GroupedPanel<W8A8>::header;
+        soon[p] = lines[p] + args.from * line_bytes + args.ahead;
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sum[r][v] = load<i32v>(args.sums + r * args.sums_stride + v * lanes);
+    for (int64_t k = args.from; k < args.until; k++) {
+        __m256i four[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) four[r] = (__m256i)four_of(reinterpret_cast<const int8_t *>(x[r] + k * quad));
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const int p = v / sum_vectors;
+            if (v % sum_vectors == 0) prefetch(soon[p] + (k - args.from) * line_bytes);
+            const __m256i line = load<__m256i>(lines[p] + k * line_bytes + v % sum_vectors * lanes * quad);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                sum[r][v] = multiply_quads(line, four[r], sum[r][v]);
+                settle(sum[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) store(args.sums + r * args.sums_stride + v * lanes, sum[r][v]);
+}
+
 #else
 
 template <int R, int P, bool>
@@ -239,18 +288,19 @@ INLINE void integer_rows(int64_t rows, int64_t, const IntegerTileArgs &args) {
 #endif
 
 // What sums of rows and `panels` panels begin with.
+template <class Number>
 INLINE void begin_sums(const IntegerTileArgs &args, int64_t rows, int64_t panels) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t p = 0; p < panels; p++)
-            memcpy(args.sums + r * args.sums_stride + p * panel_rows, args.panels[p] + line_bytes, line_bytes);
+            begin_panel<Number>(args.panels[p], args.sums + r * args.sums_stride + p * panel_rows);
 }
 
 template <>
-constexpr int64_t direct_rows<W8A8> = ISA_LANES == 16 && !ISA_AMX ? tile_rows : 0;
+constexpr int64_t direct_rows<W8A8> = ISA_AMX || ISA_LANES < 8 ? 0 : ISA_LANES == 16 ? tile_rows : 4;
 
-#if ISA_LANES == 16 && !ISA_AMX
+#if ISA_LANES >= 8 && !ISA_AMX
 
-// As many rows as a tile has, in the long streams in which a vector is multiplied. More rows take longer than reading.
+// At most `direct_rows`, in the long streams in which a vector is multiplied. More rows take longer than reading.
 template <class Epilogue>
 class GroupedRows<W8A8, Epilogue> {
 public:
@@ -259,10 +309,11 @@ public:
         : weights_(weights), quantised_(quantised), scales_(scales), rows_(rows), cols_(cols), out_cols_(out_cols),
           epilogue_(epilogue) {}
 
-    // Two panels are read at a time, of all weights, where the machine's own requests run ahead; elsewhere as many as leave their sums
-    // in registers.
+    // Two panels are read at a time, of all weights, with AVX2 and where the machine's own requests run ahead; elsewhere as many as
+    // leave their sums in registers.
     void run(Worker &worker) {
-        if (reads_ahead) run_in<few_panels>(worker);
+        if constexpr (ISA_LANES == 8) run_in<few_panels>(worker);
+        else if (reads_ahead) run_in<few_panels>(worker);
         else if (rows_ <= most_eight_rows) run_in<most_tile_panels>(worker);
         else run_in<tile_panels>(worker);
     }
@@ -289,7 +340,7 @@ private:
             const int64_t p = i % streams;
             args.panels[i] = weights_[i / streams] + turn.place(turn.panel + (p < some ? p : some - 1) * turn.apart, panel_bytes_);
         }
-        begin_sums(args, rows_, P);
+        begin_sums<FewNumber>(args, rows_, P);
         const int64_t quads = quad_count(cols_), last = quads > far_lines ? quads - far_lines : 0;
         multiply_lines<P>(args, 0, last, far_lines * line_bytes);
         multiply_lines<P>(args, last, quads, after_turn(weights_[0], panel_bytes_, turn).distance(args.panels[0] + last * line_bytes));
@@ -302,10 +353,31 @@ private:
     void multiply_lines(IntegerTileArgs &args, int64_t from, int64_t until, int64_t ahead) const {
         args.from = from, args.until = until, args.ahead = ahead;
         with_rows(rows_, [&](auto known) {
+#if ISA_LANES == 16
             if constexpr (known.count <= (P == most_tile_panels ? most_eight_rows : tile_rows))
                 integer_tile<known.count, P, P != few_panels>(args);
+#else
+            if constexpr (known.count <= direct_rows<W8A8>) multiply_few<known.count>(args);
+#endif
         });
     }
+
+#if ISA_LANES == 8
+    // Sums of three rows and more fit registers with one panel, so panels take turns.
+    template <int R>
+    static void multiply_few(const IntegerTileArgs &args) {
+        constexpr int at_once = R > 2 ? 1 : few_panels;
+        constexpr int64_t turn_lines = 64;
+        for (int64_t line = args.from; line < args.until; line += turn_lines)
+            for (int p = 0; p < few_panels; p += at_once) {
+                IntegerTileArgs own = args;
+                for (int i = 0; i < at_once; i++) own.panels[i] = args.panels[p + i];
+                own.sums += p * panel_rows;
+                own.from = line, own.until = line + turn_lines < args.until ? line + turn_lines : args.until;
+                few_integers_tile<R, at_once>(own);
+            }
+    }
+#endif
 
     // Output panel `panel`, whose sums are those of stream p of each weight.
     void finish(int64_t panel, int64_t p, int64_t streams, const IntegerTileArgs &args) {
@@ -372,9 +444,7 @@ public:
         quantised_ = memory;
         scales_ = reinterpret_cast<float *>(memory + rows * quantised_size(cols_));
     }
-    void take(int64_t row, const bf16 *x) {
-        scales_[row] = quantise_row(x, cols_, quantised_ + row * quantised_size(cols_));
-    }
+    void take(int64_t row, const bf16 *x) { take_as<QuantisedNumber>(row, x); }
 
     void turn_to(const Groups &groups, int64_t first, const Epilogue &epilogue) {
         groups_ = groups;
@@ -407,7 +477,7 @@ public:
                     if (few) next.share(first, args.until - args.from, step, steps.count, args);
                     else if (begins) next.fetch(step, steps.count);
                     if (ends) groups_.expect(epilogue_, task.group, row, some);
-                    if (begins && args.from == 0) begin_sums(args, some, group_panels);
+                    if (begins && args.from == 0) begin_sums<QuantisedNumber>(args, some, group_panels);
                     integer_rows(some, p, args);
                     if (ends) finish(args, task.group, row, some);
                 }
@@ -418,13 +488,22 @@ private:
     // Of four panels: 256 KB, which stay in L2 while rows are multiplied. Tiles read two panels at a time: 16 KB, in L1.
     static constexpr int64_t quads_per_block = ISA_AMX ? 128 : 1024;
 
+    template <class Number>
+    void take_as(int64_t row, const bf16 *x) {
+        scales_[row] = quantise_row<Number>(x, cols_, quantised_ + row * quantised_size(cols_));
+    }
+
     void quantise(Worker &worker) {
         const int64_t whole = groups_.padded_rows();
+        const bool few = !std::is_same_v<FewNumber, QuantisedNumber> && groups_.rows <= direct_rows<W8A8>;
         keep_in(worker.shared_scratch<uint8_t>(kept_bytes(whole, cols_)), whole);
         {
             Chunks chunks(worker, groups_.rows, 8, 1);
             for (int64_t row, end; chunks.next(row, end);)
-                for (; row < end; row++) take(row, x_ + row * cols_);
+                for (; row < end; row++) {
+                    if (few) take_as<FewNumber>(row, x_ + row * cols_);
+                    else take(row, x_ + row * cols_);
+                }
         }
         worker.barrier();
     }
@@ -450,14 +529,14 @@ private:
 };
 
 // Panels that are read at a time: as many as leave registers for their sums.
-constexpr int most_integer_streams = ISA_LANES == 16 ? 8 : 1;
+constexpr int most_integer_streams = ISA_LANES == 16 ? 8 : ISA_LANES == 8 ? 2 : 1;
 
 // sums[panel_rows] of each of P panels, `size` bytes apart, times x.
 template <class Some>
 void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8_t *x, int64_t quads, int32_t *sums,
                                  const After<uint8_t> &after) {
     constexpr int P = Some::value;
-    for (int p = 0; p < P; p++) memcpy(sums + p * panel_rows, first + p * size + line_bytes, line_bytes);
+    for (int p = 0; p < P; p++) begin_panel<FewNumber>(first + p * size, sums + p * panel_rows);
 #if ISA_LANES == 16
     const uint8_t *lines[P];
     __m512i sum[P];
@@ -481,6 +560,13 @@ void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8
     }
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) _mm512_storeu_si512(sums + p * panel_rows, sum[p]);
+#elif ISA_LANES == 8
+    const int64_t near_end = quads > prefetch_lines ? quads - prefetch_lines : 0;
+    IntegerTileArgs args = {x, 0, {}, 0, near_end, sums, 0, prefetch_lines * line_bytes};
+    for (int p = 0; p < P; p++) args.panels[p] = first + p * size;
+    few_integers_tile<1, P>(args);
+    args.from = near_end, args.until = quads, args.ahead = after.distance(first + GroupedPanel<W8A8>::header + near_end * line_bytes);
+    few_integers_tile<1, P>(args);
 #else
     static_assert(P == 1, "one panel at a time");
     const uint8_t *next = first + after.distance(first);
@@ -508,7 +594,7 @@ private:
             chunks, epilogue_,
             [&] {
                 quantised_ = worker.scratch<uint8_t>(quantised_size(cols_));
-                scale_ = quantise_row(x, cols_, quantised_);
+                scale_ = quantise_row<FewNumber>(x, cols_, quantised_);
             },
             [&](auto some, Turn &turn, const Epilogue &epilogue) { multiply<decltype(some)>(turn, epilogue); });
     }

@@ -9,7 +9,7 @@ import pytest
 from stages.kernels import ACTIVATIONS
 from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED, in_bytes
-from stages.weights.formats import formats, int4, int4_f32, int6, int8, int8_f32, int8_f32_16, mxfp4
+from stages.weights.formats import formats, int4, int4_f32, int6, int8, int8_f32, int8_f32_16, mxfp4, w8a8
 from tests.support.cpu_kernels_util import BF16, HOST, U32, Teams, U, format_of, guarded, in_sets, output
 
 NAMES = [stored.name for stored in GROUPED]
@@ -179,7 +179,7 @@ def test_integer_products_are_the_reference(teams, name, rows, cols):
     rng = np.random.default_rng(rows * cols)
     stored = formats()["w8a8"].quantise(rng.standard_normal((rows, cols), np.float32))
     panels = guarded(formats()["w8a8"].arrange(stored, "panels"))
-    for count in (1, 7, 300 if rows * cols < 1000 else 13):
+    for count in (1, 2, 3, 4, 7, 300 if rows * cols < 1000 else 13):
         x, residual = activations(rng, count, cols), activations(rng, count, rows)
         x[0, rng.integers(cols)] = 1000  # an outlier
         x[count // 2] = 0
@@ -192,6 +192,31 @@ def test_integer_products_are_the_reference(teams, name, rows, cols):
         exact, expected = output(rows, np.float32), all_kernels()["w8a8_gemv_f32"].reference(stored, x[0], cols=cols)
         teams("w8a8_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
         np.testing.assert_array_equal(exact.view(np.uint32), expected.view(np.uint32))
+
+
+@in_sets(["w8a8", *(f"{name}{ACTIVATIONS['int8']}" for name in EVERY_NUMBER if name.startswith("int8"))])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("number", [-128, 127])
+def test_products_of_the_largest_bytes_fit(teams, name, sign, number):
+    """-128 too, which quantising never makes and a file may hold. AVX2 sums two products of bytes in 16 bits."""
+    rows, cols = 33, 640
+    form = format_of(name)
+    if name == "w8a8":
+        stored = w8a8.stored(np.full((rows, cols), number, np.int8), np.ones((rows, 1), np.float32))
+    else:
+        grouped = EVERY_NUMBER[form.name][0].GROUPED
+        numbers = np.full((rows, cols // grouped.group, grouped.group), number, np.int8)
+        scales = np.ones((*numbers.shape[:2], grouped.scale_values))
+        scales[..., 1:] = 0  # minima
+        stored = grouped.scaled(scales, numbers)
+    panels = guarded(form.arrange(stored, "panels"))
+    expected = (np.full(rows, sign * 127 * cols) * float(number)).astype(BF16)
+    for count in (1, 2, 3, 4, 6, 9, 17):
+        x, out = guarded(np.full((count, cols), sign * 127, BF16)), output((count, rows))
+        teams(f"{name}_gemm", x, panels, out, count, cols, rows)
+        np.testing.assert_array_equal(out.view(np.uint16), np.tile(expected, (count, 1)).view(np.uint16))
+    teams(f"{name}_gemv", panels, x[0], out[0], rows, cols)
+    np.testing.assert_array_equal(out[0].view(np.uint16), expected.view(np.uint16))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

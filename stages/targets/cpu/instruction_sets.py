@@ -95,4 +95,6 @@ def options(source: Path, isa: str) -> list[str]:
         return [str(source)]
     defined = {"ISA": isa, "ISA_LANES": LANES[isa], "ISA_AMX": int(isa == "amx"), "KERNEL_FILE": f'"{source}"'}
     macros = [f"-D{name}={value}" for name, value in defined.items()]
-    return [*macros, "-x", "c++", str(source.parent / "one_isa.h")]
+    # On Zen 3 a product's loop takes up to 6 % longer where it does not begin with a line.
+    aligned = ["-falign-loops=64"] if isa == "avx2" else []
+    return [*macros, *aligned, "-x", "c++", str(source.parent / "one_isa.h")]
