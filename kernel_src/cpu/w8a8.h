@@ -164,7 +164,7 @@ void integer_tile(const IntegerTileArgs &args) {
     }
 }
 
-// The same of a few rows in bytes with a sign, and asks for lines. Inlined, its sums would leave their registers.
+// A tile of a few rows whose numbers are bytes with a sign. It asks for lines. If it were inlined, sums would leave their registers.
 template <int R, int P>
 NOINLINE void few_integers_tile(const IntegerTileArgs &args) {
     constexpr int V = P * sum_vectors;

@@ -83,7 +83,7 @@ def test_a_number_falls_on_the_weight_that_lies_there(size: int) -> None:
 
 
 def test_draws_are_as_frequent_as_they_are_likely() -> None:
-    """Of 1000 weights, of which those of each hundred are ten times as large as those of the hundred before."""
+    """The weights are 1000, those of each hundred ten times as large as those of the hundred before."""
     weights = np.repeat(10.0 ** np.arange(-9, 1), 100).astype(np.float32)
     rng = np.random.default_rng(0)
     counts = np.bincount([drawn(weights, rng.random()) for _ in range(40000)], minlength=1000)

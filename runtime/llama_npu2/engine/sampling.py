@@ -21,7 +21,7 @@ _SETS = 64
 _SPAN = 256
 """How many weights are first drawn from as one."""
 _STEP, _LEAST = np.float32(1 / 16), np.float32(1e-30)
-"""By which factor a nucleus is looked for among less likely tokens at a time, and where all are taken."""
+"""A nucleus is looked for among weights from `_STEP` on, then its square on, its cube and so on, down to `_LEAST`."""
 _COLDEST, _HOTTEST = 1e-30, 1e30
 """Temperatures that float32 has room for. At these, only equal logits share the probability, or all tokens do."""
 

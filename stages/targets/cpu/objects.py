@@ -17,6 +17,7 @@ from pathlib import Path
 from stages.engine.object_cache import CachedObject, cached_object
 from stages.engine.objects import compiled, source_file
 from stages.engine.objects import write_objects as write
+from stages.targets.cpu import instruction_sets
 from stages.targets.cpu.instruction_sets import SOURCES, options
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
 from stages.targets.cpu.toolchain import host_compiler_fingerprint as fingerprint
@@ -44,10 +45,15 @@ def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path,
 
 def host_object(source: Path, cache: Path, declared: str, isa: str = "") -> CachedObject:
     """Return the object of one source, compiled unless it is in the cache. Arguments: as in `compile_host`."""
-    made_by = (fingerprint(), FLAGS, declared, isa)
+    made_by = (fingerprint(), flags_of(isa), declared, isa)
     sources = [source, *sorted(source.parent.glob("*.h"))]
     name = f"{source.stem}.{isa}" if isa else source.stem
     return cached_object(cache, name, made_by, sources, lambda output: compile_host(source, output, declared, isa))
+
+
+def flags_of(isa: str) -> tuple[str, ...]:
+    """Return the compiler's options for objects of an instruction set, or of none."""
+    return (*FLAGS, *instruction_sets.FLAGS.get(isa, ()))
 
 
 def compile_host(source: Path, output: Path, declared: str, isa: str = "") -> list[Path]:
@@ -59,8 +65,8 @@ def compile_host(source: Path, output: Path, declared: str, isa: str = "") -> li
     """
     header = output.with_suffix(".prototypes.h")
     header.write_text(declared)
-    headers = system_headers() if isa else []
-    command = [*need_host_compiler(), *FLAGS, *headers, INCLUDE, "-include", str(header), "-c", *options(source, isa)]
+    included = [*(system_headers() if isa else []), INCLUDE, "-include", str(header)]
+    command = [*need_host_compiler(), *flags_of(isa), *included, "-c", *options(source, isa)]
     try:
         return compiled(command, output, f"{source.name} does not compile")
     finally:
