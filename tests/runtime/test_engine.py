@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,46 @@ def test_a_stream_can_be_cancelled_and_an_engine_closed_at_any_time(llm: Llama) 
 
     asyncio.run(main())
     assert llm.generate("The capital of France is", raw=True, max_tokens=2).text
+
+
+def test_a_step_wakes_an_event_loop_once_whatever_it_brings(llm: Llama) -> None:
+    """Each time costs two system calls, and Python's lock while the next step is planned."""
+    texts = ["Once upon a time", "The capital of France is", "Tell me", "Twice"]
+    asked: dict[str, Any] = {"max_tokens": 40, "logit_bias": dict.fromkeys(llm.eos, -100.0)}
+    with llm.engine(speculate=False) as engine:
+
+        async def main() -> tuple[list[str], int]:
+            loop, woken = asyncio.get_running_loop(), list[object]()
+            wake = loop.call_soon_threadsafe
+
+            def counted(*arguments: Any, **more: Any) -> asyncio.Handle:
+                woken.append(arguments)
+                return wake(*arguments, **more)
+
+            loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+            replies = await asyncio.gather(*(collected(engine, text, **asked) for text in texts))
+            return [reply.text for reply in replies], len(woken)
+
+        alone, few = asyncio.run(main())
+        steps = engine.counts.steps
+        with ThreadPoolExecutor(2) as threads:  # an event loop each
+            both = [threads.submit(asyncio.run, main()) for _ in range(2)]
+        assert [found.result()[0] for found in both] == [alone, alone]
+    assert 40 <= steps < 60 and few <= steps + 1, "beside the pieces of a step come the ends of the last one's replies"
+
+
+def test_who_closes_their_event_loop_is_not_waited_for(llm: Llama) -> None:
+    async def leave(engine: Serving) -> None:
+        engine.submit("Once", raw=True, max_tokens=4000, logit_bias=dict.fromkeys(llm.eos, -100.0))
+
+    with llm.engine() as engine:
+        asyncio.run(leave(engine))
+        assert asyncio.run(collected(engine, "The capital of France is", max_tokens=4)).text
+        steps = 0
+        while steps < engine.counts.steps:
+            steps = engine.counts.steps
+            time.sleep(0.2)
+        assert steps < 100
 
 
 def test_prompts_that_cannot_be_processed_are_refused(llm: Llama) -> None:

@@ -71,7 +71,7 @@ def sampler(
 
 def most_likely(logits: np.ndarray) -> int:
     """Return the token with the largest logit. Raises UserError if that is not a finite number."""
-    best = int(np.argmax(logits))  # a NaN's index, if there is one
+    best = int(logits.argmax())  # a NaN's index, if there is one
     if not isfinite(logits[best]):
         raise UserError("the model's logits are not finite numbers: look for damage with llama-npu2 check DIR")
     return best

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -35,6 +36,17 @@ class Read(Generic[Result]):
     """Tokens that were processed: blocks held the others."""
 
 
+class Receiver(Protocol):
+    """What gets something from the thread of the steps, in its own event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    sequence: sequence.Sequence | None
+    """What the scheduler made of it, once it has."""
+
+    def receive(self, sent: Any) -> None:
+        """Take what was sent, in the event loop."""
+
+
 class Stream(AsyncIterator[str]):
     """A reply as it comes. Iterating yields the pieces of the answer, of whole UTF-8 characters.
 
@@ -46,9 +58,9 @@ class Stream(AsyncIterator[str]):
     def __init__(self, serving: Serving, generation: Generation) -> None:
         self.completion: Completion = generation.completion
         self.ids = generation.ids
+        self.loop = asyncio.get_running_loop()
         self.sequence: sequence.Sequence | None = None
         self._serving, self._generation = serving, generation
-        self._loop = asyncio.get_running_loop()
         self._sent: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         self._ended = False
 
@@ -80,7 +92,8 @@ class Stream(AsyncIterator[str]):
     def cancel(self) -> None:
         """Ask for no more. The stream ends with what has come."""
         self._serving.cancel(self)
-        self.end(None)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            self.loop.call_soon_threadsafe(self.receive, None)
 
     @property
     def finished(self) -> bool:
@@ -99,21 +112,19 @@ class Stream(AsyncIterator[str]):
 
     def take(self, logits: np.ndarray) -> None:
         """Choose the next token and send its pieces, from the thread of the steps."""
-        for piece in self._generation.take(logits):
-            self._send(piece)
+        pieces = self._generation.take(logits)
         if self._generation.finished:
-            for piece in self._generation.flush():
-                self._send(piece)
+            pieces += self._generation.flush()
+        for piece in pieces:
+            self._serving.send(self, piece)
 
     def end(self, error: Exception | None) -> None:
         """Send the end."""
-        self._send(error)
+        self._serving.send(self, error)
 
-    def _send(self, what: Piece | Exception | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._sent.put_nowait, what)
-        except RuntimeError:  # the event loop is closed: nobody waits
-            self._serving.cancel(self)
+    def receive(self, sent: Piece | Exception | None) -> None:
+        """Have a piece, or the end, ready for who iterates."""
+        self._sent.put_nowait(sent)
 
 
 class _Reading(Generic[Result]):
@@ -121,12 +132,15 @@ class _Reading(Generic[Result]):
 
     replies = False
 
-    def __init__(self, ids: list[int], compute: Callable[[int, np.ndarray], Result], first: int, hidden: bool) -> None:
+    def __init__(
+        self, serving: Serving, ids: list[int], compute: Callable[[int, np.ndarray], Result], first: int, hidden: bool
+    ) -> None:
         self.ids, self.hidden = ids, hidden
         self.read = Read[Result]()
-        self._compute, self._first = compute, first
-        self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.loop = asyncio.get_running_loop()
+        self.sequence: sequence.Sequence | None = None
+        self.ended: asyncio.Future[None] = self.loop.create_future()
+        self._serving, self._compute, self._first = serving, compute, first
 
     @property
     def wanted_from(self) -> int:
@@ -143,15 +157,14 @@ class _Reading(Generic[Result]):
         self.read.processed = processed
 
     def end(self, error: Exception | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._end, error)
+        self._serving.send(self, error)
 
-    def _end(self, error: Exception | None) -> None:
+    def receive(self, sent: Exception | None) -> None:
         if not self.ended.done():
-            if error is None:
+            if sent is None:
                 self.ended.set_result(None)
             else:
-                self.ended.set_exception(error)
+                self.ended.set_exception(sent)
 
 
 class Serving:
@@ -177,6 +190,7 @@ class Serving:
         self._scheduler, self._generation, self._checked = scheduler, generation, checked
         self._key, self._closed = key, closed
         self._asked: list[Callable[[], Any]] = []
+        self._unsent: defaultdict[asyncio.AbstractEventLoop, list[tuple[Receiver, Any]]] = defaultdict(list)
         self._changed, self._closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="llama-npu2 steps", daemon=True)
         self._thread.start()
@@ -205,13 +219,15 @@ class Serving:
             UserError: for a prompt or an option that cannot be used, or if the engine is closed.
         """
         stream = Stream(self, self._generation(prompt, **options))
+        self._add(stream, namespace)
+        return stream
 
+    def _add(self, growing: Stream | _Reading[Any], namespace: str = "") -> None:
         def add() -> None:
-            stream.sequence = self._scheduler.add(stream, namespace)
+            growing.sequence = self._scheduler.add(growing, namespace)
 
         if not self._ask(add):
             raise UserError(_CLOSED)
-        return stream
 
     async def read(
         self,
@@ -241,25 +257,40 @@ class Serving:
             raise UserError(f"first={first}: must be a token of {len(checked)}, the last one for its hidden state")
         if self._key is None and (hidden or first < len(checked) - 1):
             raise UserError("this device gives the logits after a text's last token alone: choose target=cpu")
-        reading = _Reading(checked, compute, first, hidden)
-        sequences: list[sequence.Sequence] = []
-        if not self._ask(lambda: sequences.append(self._scheduler.add(reading))):
-            raise UserError(_CLOSED)
+        reading = _Reading(self, checked, compute, first, hidden)
+        self._add(reading)
         try:
             await reading.ended
         except asyncio.CancelledError:
-            self._ask(lambda: self._scheduler.cancel(*sequences))
+            self.cancel(reading)
             raise
         return reading.read
 
-    def cancel(self, stream: Stream) -> None:
-        """Forget a stream's sequence before the next step."""
+    def cancel(self, receiver: Receiver) -> None:
+        """Forget the sequence of a stream, or of a text that is read, before the next step."""
 
         def cancel() -> None:
-            if stream.sequence:
-                self._scheduler.cancel(stream.sequence)
+            if receiver.sequence:
+                self._scheduler.cancel(receiver.sequence)
 
         self._ask(cancel)
+
+    def send(self, receiver: Receiver, what: Any) -> None:
+        """Send something with all else that this step brings. Called in the thread of the steps."""
+        self._unsent[receiver.loop].append((receiver, what))
+
+    def _deliver(self) -> None:
+        """Wake each event loop once for all that was sent to it.
+
+        They take Python's lock, which this thread needs to choose and to plan, so this is done when the device works.
+        """
+        unsent, self._unsent = self._unsent, defaultdict(list)
+        for loop, parts in unsent.items():
+            try:
+                loop.call_soon_threadsafe(_receive, parts)
+            except RuntimeError:  # the event loop is closed: nobody waits
+                for receiver, _ in parts:
+                    self.cancel(receiver)
 
     def save_context(self, path: str | Path, ids: Sequence[int], namespace: str = "") -> int:
         """Write the longest beginning of a text that the cache remembers to a file; return its number of tokens.
@@ -335,7 +366,7 @@ class Serving:
         error: Exception = UserError(_CLOSED)
         try:
             while self._wait():
-                self._scheduler.step()
+                self._scheduler.step(self._deliver)
         except Exception as failure:  # of the device: nothing that is cached can be trusted
             error = failure
         with self._changed:
@@ -343,10 +374,13 @@ class Serving:
         for function in asked:
             function()
         self._scheduler.fail(error)
+        self._deliver()
         self._closed()
 
     def _wait(self) -> bool:
         """Do what was asked for, once there is a sequence or something to do. Return whether to go on."""
+        if not self._scheduler.busy:
+            self._deliver()
         with self._changed:
             while not (self._asked or self._closing or self._scheduler.busy):
                 self._changed.wait()
@@ -354,3 +388,8 @@ class Serving:
         for function in asked:
             function()
         return not self._closing
+
+
+def _receive(parts: Iterable[tuple[Receiver, Any]]) -> None:
+    for receiver, sent in parts:
+        receiver.receive(sent)

@@ -93,6 +93,7 @@ class Scheduler:
         self._numbers, self._pace = count(), Pace()
         self._turns, self._turn = turns, 0
         self._checked = turns.recipe.chunks.most_tokens if turns else rows
+        self._model = model
         self._drafts = Drafts(self._pace, model) if speculate and self._checked > 1 else None
 
     @property
@@ -119,13 +120,21 @@ class Scheduler:
                 self.cache.give_up(sequence)
                 self._forget(sequence)
 
-    def step(self) -> None:
-        """Process rows of the sequences that run, and give each the logits after its last token."""
+    def step(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Process rows of the sequences that run, and give each the logits after its last token.
+
+        Args:
+            meanwhile: is called before rows are processed, with the Python of this step done, so that other threads
+                which it wakes work while the device does.
+        """
         self._admit()
+        if self._model:  # it makes its drafts, with rows of its own, while rows are planned
+            meanwhile()
         plan = self._plan()
-        if not plan:
-            return
         runs = [planned.run() for planned in plan]
+        meanwhile()
+        if not runs:
+            return
         started = self._clock()
         logits = self._steps.step(runs)
         rows, wanted = sum(len(run.tokens) for run in runs), sum(run.logits for run in runs)
