@@ -13,6 +13,7 @@ import pytest
 
 from llama_npu2.artifact import cpu_features
 from stages.engine.places import CACHE
+from stages.targets.cpu import instruction_sets, objects
 from stages.targets.cpu.instruction_sets import all_sets, objects_of, sets_used_here
 from tests.conftest import doit, ran, snapshot
 from tests.support.kept_objects import copy_new
@@ -126,3 +127,25 @@ def test_a_source_without_tiles_has_no_object_for_them(monkeypatch: pytest.Monke
     assert objects_of("rope", ("amx", "avx512bf16")) == ["cpu/rope.avx512bf16"]
     assert objects_of("attention", ("amx", "avx512bf16")) == ["cpu/attention.amx", "cpu/attention.avx512bf16"]
     assert objects_of("team", ("portable",)) == ["cpu/team"]
+
+
+def test_an_object_of_other_options_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that many projects share would hand out what was compiled without the option."""
+    compiled: list[tuple[str, ...]] = []
+
+    def compile_host(source: Path, output: Path, declared: str, isa: str) -> list[Path]:
+        compiled.append(objects.flags_of(isa))
+        output.write_text(" ".join(compiled[-1]))
+        return []
+
+    monkeypatch.setattr(objects, "compile_host", compile_host)
+
+    def made(isa: str) -> str:
+        source = instruction_sets.SOURCES / "embed.cc"
+        return objects.host_object(source, tmp_path / CACHE, "", isa).path.read_text()
+
+    before = made("avx2"), made("portable")
+    monkeypatch.setattr(instruction_sets, "FLAGS", {"avx2": ("-fother",)})
+    after = made("avx2"), made("portable")
+    assert "-fother" in after[0] and after[0] != before[0] and after[1] == before[1]
+    assert len(compiled) == 3, "that of the other set is still the same"

@@ -131,12 +131,12 @@ class Engine:
         from llama_npu2.engine.native_steps import NativeSteps, Whole  # for the CPU alone
 
         prepared: dict[Phase, Any] = {**self._phases}
-        layers, token, row_logits = prepared[PREFILL_CHUNK], prepared[DECODE], self._row_logits(PREFILL)
-        whole = None
+        whole = [Whole(prepared[DECODE], self._logits[None])]
         if several := logits_phase(self.manifest):
             calls = [*self.calls[PREFILL_CHUNK], *self.calls[several]]
-            whole = Whole(self.device.prepare(calls), self._several_logits)
-        return NativeSteps(self.memory, layers, row_logits, self._row_hidden, token, self._logits, whole, self._blocks)
+            whole.append(Whole(self.device.prepare(calls), self._several_logits))
+        layers, row_logits = prepared[PREFILL_CHUNK], self._row_logits(PREFILL)
+        return NativeSteps(self.memory, layers, row_logits, self._row_hidden, whole, self._blocks)
 
     @cached_property
     def turns(self) -> TurnSteps:

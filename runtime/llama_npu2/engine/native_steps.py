@@ -38,9 +38,7 @@ class NativeSteps:
         layers: CpuSubmission,
         row_logits: RowLogits,
         row_hidden: Callable[[int], np.ndarray],
-        token: CpuSubmission,
-        logits: np.ndarray,
-        whole: Whole | None,
+        whole: Sequence[Whole],
         blocks: int,
     ) -> None:
         """Initialise steps.
@@ -50,16 +48,14 @@ class NativeSteps:
             layers: processes rows up to the last layer.
             row_logits: computes the logits of these rows.
             row_hidden: computes the last norm's output of one of these rows.
-            token: processes a row, with its logits.
-            logits: f32 `[vocab]`, where `token` writes them.
-            whole: processes rows, with their logits; None where those of several are not computed at once.
+            whole: process rows with the logits of all of them: one row, and more where these are computed at once.
             blocks: how many blocks of the caches may be used.
         """
         self.blocks = blocks
-        self._memory, self._layers, self._token, self._whole = memory, layers, token, whole
+        self._memory, self._layers, self._whole = memory, layers, whole
         self._row_logits, self._row_hidden = row_logits, row_hidden
         self.hidden = _NO_HIDDEN
-        self._tokens, self._logits = memory.array("tokens"), logits
+        self._tokens, self._vocabulary = memory.array("tokens"), whole[0].logits.shape[1]
 
     @property
     def rows(self) -> int:
@@ -76,18 +72,16 @@ class NativeSteps:
         """
         self._check(runs)
         ids = [token for run in runs for token in run.tokens]
-        if min(ids) < 0 or max(ids) >= len(self._logits):
-            raise ValueError(f"a token is outside the vocabulary of {len(self._logits)}")
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            raise ValueError(f"a token is outside the vocabulary of {self._vocabulary}")
         self._tokens[: len(ids)] = ids
         rows, wanted, hidden = _placed(runs), list(_rows_with_logits(runs)), any(run.hidden for run in runs)
         if not hidden:
             self.hidden = _NO_HIDDEN
-            if len(ids) == len(wanted) == 1:
-                self._token.run_rows(rows)
-                return self._logits[None]
-            if self._whole and len(ids) == len(wanted) <= len(self._whole.logits):
-                self._whole.calls.run_rows(rows)
-                return self._whole.logits[: len(ids)]
+            for calls, logits in self._whole:
+                if len(ids) == len(wanted) <= len(logits):
+                    calls.run_rows(rows)
+                    return logits[: len(ids)]
         self._layers.run_rows(rows)
         if hidden:
             ends = accumulate(len(run.tokens) for run in runs)
