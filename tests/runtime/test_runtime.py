@@ -20,7 +20,10 @@ import pytest
 
 from llama_npu2 import Llama, UserError, load
 from llama_npu2.__main__ import parse
+from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.storage import Directory
+from llama_npu2.engine import llama
+from llama_npu2.engine.engine import Engine
 from llama_npu2.engine.sampling import sampler
 from llama_npu2.options import Running, Sampling, add_arguments, chosen, to_arguments
 from llama_npu2.text import sandbox
@@ -29,6 +32,7 @@ from llama_npu2.text.tokenizer import TextStream, Tokenizer
 from tests.conftest import ROOT, build, change_manifest, doit, write_checkpoint
 from tests.support.runtime_process import run_module
 
+_THREADS = Path("/proc/self/task")
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
 
 
@@ -397,6 +401,22 @@ def test_a_closed_model_says_so(demo: Path) -> None:
     for use in (lambda: next(llm.generate("hi")), lambda: llm.prefill([1]), begun.whole):
         with pytest.raises(UserError, match="the model is closed: load it again"):
             use()
+
+
+@pytest.mark.skipif(not _THREADS.is_dir(), reason="threads are not listed on this system")
+def test_a_model_that_cannot_be_opened_leaves_no_threads(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server is asked for one again and again."""
+
+    def fails(small: Manifest, large: Engine) -> None:
+        raise UserError("no room for the small model")
+
+    before = len([*_THREADS.iterdir()])
+    with pytest.raises(UserError, match="give more"):
+        load(demo, threads=5, kv_memory=1000)
+    monkeypatch.setattr(llama, "Drafting", fails)
+    with pytest.raises(UserError, match="no room for the small model"):
+        load(demo, threads=5, draft=demo)
+    assert len([*_THREADS.iterdir()]) <= before
 
 
 def test_numbers_too_large_for_a_float_are_refused(llm: Llama) -> None:

@@ -232,6 +232,7 @@ class _Context:
 class hw_context(_Context):
     def add_config(self, elf_: elf) -> None:
         if WORLD.fail_config:
+            del self  # XRT is no Python: an error's traceback holds nothing of it
             raise RuntimeError(WORLD.fail_config)
         if _typed(elf_, elf).facts.kernel in self.kernels:
             raise RuntimeError("kernel already exists, cannot use this ELF with this hw ctx\n")

@@ -61,24 +61,28 @@ class Engine:
         manifest, unpacking = manifest.with_second_copy() if second_copy else (manifest, [])
         self.manifest, self.second_copy = manifest, second_copy
         self.device: Any = open_device(manifest, threads)
-        blocks = blocks_within(kv_memory, manifest) if kv_memory else 0
-        self.memory = Memory(manifest, self.device, blocks=blocks)
-        self._programs = load_programs(manifest, self.device)
-        self.calls = bind_plans(manifest, self._programs, self.memory)
-        if unpacking:
-            self.device.prepare(bind_calls(manifest, self._programs, self.memory, unpacking)).run(1, 0)
-        self._phases: dict[Phase, Submission] = {
-            phase: self.device.prepare(calls) for phase, calls in self.calls.items()
-        }
-        self._tokens = self.memory.array("tokens")
-        self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
-        self.buckets, self.windows = (sizes(self._phases, phase.kind) for phase in (PREFILL, DECODE))
-        self._chunks = Chunks(manifest.milliseconds, self.windows)
-        self._active = {phase.kind: phase for phase in sorted(self._phases, reverse=True)}
-        for phase in self._phases.keys() - self._active.values():
-            self._phases[phase].suspend()
-        self._blocks = blocks or self.memory.blocks
-        self.context_length = context_within(manifest, blocks)
+        try:
+            blocks = blocks_within(kv_memory, manifest) if kv_memory else 0
+            self.memory = Memory(manifest, self.device, blocks=blocks)
+            self._programs = load_programs(manifest, self.device)
+            self.calls = bind_plans(manifest, self._programs, self.memory)
+            if unpacking:
+                self.device.prepare(bind_calls(manifest, self._programs, self.memory, unpacking)).run(1, 0)
+            self._phases: dict[Phase, Submission] = {
+                phase: self.device.prepare(calls) for phase, calls in self.calls.items()
+            }
+            self._tokens = self.memory.array("tokens")
+            self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
+            self.buckets, self.windows = (sizes(self._phases, phase.kind) for phase in (PREFILL, DECODE))
+            self._chunks = Chunks(manifest.milliseconds, self.windows)
+            self._active = {phase.kind: phase for phase in sorted(self._phases, reverse=True)}
+            for phase in self._phases.keys() - self._active.values():
+                self._phases[phase].suspend()
+            self._blocks = blocks or self.memory.blocks
+            self.context_length = context_within(manifest, blocks)
+        except BaseException:
+            self.device.close()  # its threads and what it has locked would stay as long as this process
+            raise
         self._without_head: dict[Phase, Submission] = {}
         self._cached: list[int] = []
         """The tokens whose K and V the KV cache holds."""

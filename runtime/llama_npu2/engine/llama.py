@@ -97,7 +97,11 @@ class Llama(Engine):
         self.stats = Stats()
         self._serving: Serving | None = None
         self._thread: dict[str, int] = {}
-        self._drafting = Drafting(small, self) if small else None
+        try:
+            self._drafting = Drafting(small, self) if small else None
+        except BaseException:
+            super().close()
+            raise
         self.speculate, self._pace, self._chances = self.most_tokens > 1, Pace(), Chances()
 
     @property

@@ -153,8 +153,8 @@ class Session:
     def _context_for(self, path: Path, elf: Any) -> int:
         """Return the number of a context with the ELF: an existing one if XRT adds the ELF to it, else a new one."""
         if hasattr(self.pyxrt.hw_context, "add_config"):
-            for number, context in enumerate(self.contexts):
-                if _added(path, elf, context):
+            for number in range(len(self.contexts)):
+                if self._added(path, elf, number):
                     return number
         remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer npu.buckets=, see doit doctor on XRT; "
         remedy += "after a timeout, switch the machine off and on"
@@ -164,6 +164,20 @@ class Session:
         except TypeError:
             raise UserError(TOO_OLD) from None
         return len(self.contexts) - 1
+
+    def _added(self, path: Path, elf: Any, context: int) -> bool:
+        """Add the ELF to a context. Return False if that has a kernel of its name; other refusals are errors.
+
+        No variable holds the context: one in the traceback of an error would keep it longer than the device.
+        """
+        with failures(f"{path} cannot be loaded beside other programs"):
+            try:
+                self.contexts[context].add_config(elf)
+            except RuntimeError as error:
+                if not str(error).startswith(_NAME_CLASH):
+                    raise
+                return False
+        return True
 
     def drain(self) -> None:
         """Wait for the submission that an interrupt left running."""
@@ -191,18 +205,6 @@ class Session:
             os.close(self.lock)
             self.lock = None
         self.lost = self.lost or "the model is closed: load it again"
-
-
-def _added(path: Path, elf: Any, context: Any) -> bool:
-    """Add the ELF to the context. Return False if the context has a kernel of its name; other refusals are errors."""
-    with failures(f"{path} cannot be loaded beside other programs"):
-        try:
-            context.add_config(elf)
-        except RuntimeError as error:
-            if not str(error).startswith(_NAME_CLASH):
-                raise
-            return False
-    return True
 
 
 def exclusive_use() -> int:
