@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -117,6 +118,9 @@ class CpuDevice:
         self._workers = library.team_create(threads)
         if not self._workers:
             raise UserError(f"cannot start {threads or os.cpu_count()} threads: lower --threads")
+        # Also of a model that nobody closes; at the end of the process threads end with it.
+        self._end_threads = weakref.finalize(self, library.team_destroy, self._workers)
+        self._end_threads.atexit = False
 
     @property
     def _team(self) -> int:
@@ -215,7 +219,7 @@ class CpuDevice:
 
     def close(self) -> None:
         if self._workers:
-            self._native.team_destroy(self._workers)
+            self._end_threads()
             self._workers = None
             for loaded in self._loaded:  # at once: an engine is in cycles, which Python collects late
                 loaded.release()
