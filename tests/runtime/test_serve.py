@@ -625,9 +625,11 @@ def test_streams_are_finished_before_the_server_ends(demo: Path) -> None:
     assert not any("Traceback" in line for line in running.lines)
 
 
-def test_the_log_has_a_line_for_each_request_and_no_text(server: Server) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_has_a_line_for_each_request_and_no_text(server: Server, stream: bool) -> None:
     before = len(server.lines)
-    server.ask(CHAT, chat(messages=[{"role": "user", "content": "a secret"}], max_tokens=3, stop="hidden"))
+    said = [{"role": "user", "content": "a secret"}]
+    server.ask(CHAT, chat(messages=said, max_tokens=3, stop="hidden", stream=stream))
     server.ask("/v1/\x1b[31m".replace("\x1b", "%1b"), {})
     wait_for(lambda: len(server.lines) >= before + 2)
     first, second = server.lines[before : before + 2]

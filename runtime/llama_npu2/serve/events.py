@@ -73,11 +73,16 @@ class EventStream(Response):
         self._events, self._close, self._heartbeat = events, close, heartbeat
         self._since, self._waiting = 0.0, 0
         """When something was sent last, by `time.monotonic`, and how much of it the connection has not taken yet."""
+        self._whole = False
+        """Whether all was sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._since = send, time.monotonic()
         try:
             await unless_gone(receive, unless_gone(self._watched, self._sent()))
+        except GoneError:
+            if not self._whole:  # servers say of a client who has all that it is gone, too
+                raise
         finally:
             self._close()
 
@@ -88,6 +93,7 @@ class EventStream(Response):
             async for chunk in self._events:
                 await self._put(_part(chunk))
         await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+        self._whole = True
 
     async def _put(self, message: Message) -> None:
         self._since = time.monotonic()
