@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import json
 import os
 import sys
@@ -144,6 +145,8 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
     more.
     """
     spare_threads()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where a terminal takes no UTF-8, models write other characters, too
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments, artifacts)

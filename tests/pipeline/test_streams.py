@@ -3,6 +3,7 @@ reading ends a process without a word."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from llama_npu2 import __main__
 from llama_npu2.errors import CLOSED
 from stages.graph.options import table
 from tests.conftest import ROOT, doit, ran, snapshot
@@ -336,6 +338,15 @@ time.sleep(60)
     process.stdin.write(b"\n")
     process.stdin.close()
     assert process.wait(timeout=30) == CLOSED
+
+
+def test_what_a_terminal_has_no_character_for_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "latin-1"))
+    monkeypatch.setattr(__main__, "overview", lambda artifacts: "caf\N{LATIN SMALL LETTER E WITH ACUTE} \N{SNOWMAN}")
+    with pytest.raises(SystemExit):
+        __main__.main(["--help"])
+    assert shown.getvalue() == b"caf\xe9 ?\n"
 
 
 FULL = "error: the output cannot be written: No space left on device: make room, or write it elsewhere\n"
