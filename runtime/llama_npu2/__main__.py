@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import errno
 import io
@@ -145,8 +146,8 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
     more.
     """
     spare_threads()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # where a terminal takes no UTF-8, models write other characters, too
+    if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors="replace")  # models write characters that such a terminal does not have
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments, artifacts)

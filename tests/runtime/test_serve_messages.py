@@ -518,7 +518,7 @@ OF_ASSISTANT = {"type": "thinking", "thinking": "so"}
 JSON = {"type": "json_schema", "schema": {"type": "object"}}
 
 REFUSED: list[tuple[Any, str]] = [
-    ([], "it = [] must be an object"),
+    ([], "the body must be an object"),
     ({}, "an object with model"),
     ({"model": "demo", "messages": ASK}, "with max_tokens"),
     (asked(model=7), "model = 7"),

@@ -88,5 +88,6 @@ def checked(value: Any, check: Check) -> dict[str, Any]:
     try:
         check(value)
     except Invalid as error:
-        raise RequestError(400, str(error), error.where) from None
+        message = str(error) if error.where else f"the body must be {error.wanted}"
+        raise RequestError(400, message, error.where) from None
     return {name: item for name, item in value.items() if item is not None}
