@@ -185,8 +185,8 @@ def build(checkpoint: Path | str, artifacts: Path, *, portable: bool = False, **
     """What doit builds before it runs a model, in this process, which has imported it all; returns the directory.
 
     Steps run one after the other. doit itself runs in tests of the pipeline. `portable`: for all instruction sets, as
-    `doit compile` does, which takes two to four times as long. So is the demo as it is: a directory that one test
-    builds in another way than the others has no manifest meanwhile.
+    `doit compile` does, which takes two to four times as long. The demo with default options is always built so, as the
+    `demo` fixture has it: while one test builds a directory in another way, others find no manifest there.
     """
     given = {"model": str(checkpoint), "artifacts": str(artifacts), **of_command_line(variables)}
     options = parse_options({"target": "cpu"} | given)

@@ -37,7 +37,7 @@ def fuzz_manifests(name: str, directories: list[Path], monkeypatch: pytest.Monke
 
 
 def demo_apart(directory: Path) -> Path:
-    """Return a copy of the demo's checkpoint: other tests build and read its artifacts for this machine's set alone."""
+    """Return a copy of the demo's checkpoint, whose artifacts no other test builds for this machine's set alone."""
     return Path(shutil.copytree(ROOT / "models/demo", directory / "few_bits"))
 
 

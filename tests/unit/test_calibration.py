@@ -146,8 +146,8 @@ def test_memory_is_that_of_two_matrices_and_a_few_rows() -> None:
     rows = generator.standard_normal((256, width)).astype(np.float32)
     missing = generator.standard_normal((width, 256)).astype(np.float32)
     square = 4 * width**2
-    # Blocks, f64, while a factor is made.
-    blocks = 4 * 8 * feedback._ROWS * feedback._COLUMNS
+    # Blocks, f64, while a factor is made. NumPy 2.5 takes 38 KB more to solve one.
+    blocks = 1.02 * 4 * 8 * feedback._ROWS * feedback._COLUMNS
     with ThreadPoolExecutor(1) as executor:
         tracemalloc.start()
         made = feedback.Correction(calibration._products(windows, executor), form.values)
@@ -156,10 +156,10 @@ def test_memory_is_that_of_two_matrices_and_a_few_rows() -> None:
         tracemalloc.reset_peak()
         made.compensate(missing, executor.map)
         held, most = tracemalloc.get_traced_memory()
-        assert held < 1.05 * square and most < 2.1 * square + max(blocks, 3 * missing.nbytes)
+        assert held < 1.05 * square and most < 2.05 * square + max(blocks, 3 * missing.nbytes)
         tracemalloc.reset_peak()
         feedback.quantise(form, rows, made, executor.map)
-        assert tracemalloc.get_traced_memory()[1] < 2.1 * square + max(blocks, 7 * rows.nbytes)
+        assert tracemalloc.get_traced_memory()[1] < 2.05 * square + max(blocks, 7 * rows.nbytes)
         tracemalloc.stop()
 
 

@@ -118,7 +118,7 @@ class CpuDevice:
         self._workers = library.team_create(threads)
         if not self._workers:
             raise UserError(f"cannot start {threads or os.cpu_count()} threads: lower --threads")
-        # Also of a model that nobody closes; at the end of the process threads end with it.
+        # Python collects a model that nobody closes: its threads end then. Those that are left end with the process.
         self._end_threads = weakref.finalize(self, library.team_destroy, self._workers)
         self._end_threads.atexit = False
 

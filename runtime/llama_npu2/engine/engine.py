@@ -81,7 +81,7 @@ class Engine:
             self._blocks = blocks or self.memory.blocks
             self.context_length = context_within(manifest, blocks)
         except BaseException:
-            self.device.close()  # its threads and what it has locked would stay as long as this process
+            self.device.close()  # at once: the error keeps what it has loaded until Python collects it
             raise
         self._without_head: dict[Phase, Submission] = {}
         self._cached: list[int] = []

@@ -48,7 +48,7 @@ class NativeSteps:
             layers: processes rows up to the last layer.
             row_logits: computes the logits of these rows.
             row_hidden: computes the last norm's output of one of these rows.
-            whole: process rows with the logits of all of them: one row, and more where these are computed at once.
+            whole: what processes a row with its logits; behind it what does so with several rows, if anything does.
             blocks: how many blocks of the caches may be used.
         """
         self.blocks = blocks

@@ -37,14 +37,15 @@ class Read(Generic[Result]):
 
 
 class Receiver(Protocol):
-    """What gets something from the thread of the steps, in its own event loop."""
+    """A stream, or a text that is read: the thread of the steps sends it what it brings."""
 
     loop: asyncio.AbstractEventLoop
+    """The event loop that it belongs to."""
     sequence: sequence.Sequence | None
-    """What the scheduler made of it, once it has."""
+    """Its sequence, once the scheduler has added it."""
 
     def receive(self, sent: Any) -> None:
-        """Take what was sent, in the event loop."""
+        """Take what was sent. Called in the event loop."""
 
 
 class Stream(AsyncIterator[str]):
@@ -123,7 +124,7 @@ class Stream(AsyncIterator[str]):
         self._serving.send(self, error)
 
     def receive(self, sent: Piece | Exception | None) -> None:
-        """Have a piece, or the end, ready for who iterates."""
+        """Queue a piece, or the end, for whoever iterates. Called in the event loop."""
         self._sent.put_nowait(sent)
 
 
@@ -191,6 +192,7 @@ class Serving:
         self._key, self._closed = key, closed
         self._asked: list[Callable[[], Any]] = []
         self._unsent: defaultdict[asyncio.AbstractEventLoop, list[tuple[Receiver, Any]]] = defaultdict(list)
+        """What is to be sent to the receivers of each event loop."""
         self._changed, self._closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="llama-npu2 steps", daemon=True)
         self._thread.start()
@@ -276,13 +278,14 @@ class Serving:
         self._ask(cancel)
 
     def send(self, receiver: Receiver, what: Any) -> None:
-        """Send something with all else that this step brings. Called in the thread of the steps."""
+        """Send something to a receiver together with all else that a step brings. Called in the thread of the steps."""
         self._unsent[receiver.loop].append((receiver, what))
 
     def _deliver(self) -> None:
-        """Wake each event loop once for all that was sent to it.
+        """Wake each event loop once for all that was sent to its receivers.
 
-        They take Python's lock, which this thread needs to choose and to plan, so this is done when the device works.
+        A loop that wakes takes Python's lock. The thread of the steps needs that to choose tokens and to plan, so it
+        wakes loops when the device is about to work.
         """
         unsent, self._unsent = self._unsent, defaultdict(list)
         for loop, parts in unsent.items():
@@ -379,7 +382,7 @@ class Serving:
 
     def _wait(self) -> bool:
         """Do what was asked for, once there is a sequence or something to do. Return whether to go on."""
-        if not self._scheduler.busy:
+        if not self._scheduler.busy:  # no step follows that would
             self._deliver()
         with self._changed:
             while not (self._asked or self._closing or self._scheduler.busy):

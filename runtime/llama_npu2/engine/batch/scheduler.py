@@ -124,11 +124,11 @@ class Scheduler:
         """Process rows of the sequences that run, and give each the logits after its last token.
 
         Args:
-            meanwhile: is called before rows are processed, with the Python of this step done, so that other threads
-                which it wakes work while the device does.
+            meanwhile: is called once the rows are planned, so that threads which it wakes run while the device works.
+                Where a small model makes drafts, it is called before that, too.
         """
         self._admit()
-        if self._model:  # it makes its drafts, with rows of its own, while rows are planned
+        if self._model:  # its drafts are part of the plan, and take as long as steps of its own
             meanwhile()
         plan = self._plan()
         runs = [planned.run() for planned in plan]
