@@ -56,11 +56,14 @@ class Chances:
 
     def note(self, evidence: Evidence, came: bool) -> None:
         """Note whether a token came as it was found."""
-        kind, kept = _kind(evidence), _KEPT if self._others else _KEPT_OF_OTHERS
+        self._note(_kind(evidence), came)
+
+    def _note(self, kind: int, came: bool) -> None:
+        kept = _KEPT if self._others else _KEPT_OF_OTHERS
         self._came[kind] = self._came[kind] * kept + came
         self._counts[kind] = self._counts[kind] * kept + 1
         if self._others:
-            self._others.note(evidence, came)
+            self._others._note(kind, came)
 
     def of(self, evidence: Evidence) -> float:
         """Return the chance that a token comes as it was found."""

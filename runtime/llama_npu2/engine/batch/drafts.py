@@ -101,7 +101,7 @@ class Drafts:
             wanted: the texts of a step, a row each.
             room: rows that the step may have besides.
         """
-        step, end = Step(self._pace, len(wanted), len(wanted)), len(wanted) + room
+        step, end = Step(self._pace, len(wanted)), len(wanted) + room
         drafts = [self._looked_up(each, step, end) for each in wanted]
         if self._model:
             self._ask(self._model, wanted, drafts, step, end)
@@ -110,7 +110,7 @@ class Drafts:
     def note(self, key: Hashable, drafted: int, accepted: int) -> None:
         """Note how many tokens of the last draft for a text were chosen."""
         if text := self._texts.get(key):
-            text.gain.note(Step(self._pace, text.last.rows, text.last.rows).cost(drafted, text.last.seconds), accepted)
+            text.gain.note(Step(self._pace, text.last.rows).cost(drafted, text.last.seconds), accepted)
             if text.last.by_model:
                 text.modelled.note(drafted, accepted)
 
@@ -140,7 +140,8 @@ class Drafts:
                 break
             found.append(token)
             expected.append(expected[-1] + chance)
-        length = step.add(expected[1:], text.allowed(len(wanted.ids)))
+        if not found or not (length := step.add(expected[1:], text.allowed(len(wanted.ids)))):
+            return []
         text.last = _Drafted(rows)
         return found[:length]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from llama_npu2.engine.batch.pace import Pace
 
@@ -19,23 +18,21 @@ _SLOWEST = 3.0
 take that long, arithmetic binds, and more of them would hardly bring more tokens a second."""
 
 
-@dataclass
 class Step:
     """A step that is planned, to which drafts are added."""
 
-    pace: Pace
-    """Knows how long steps take."""
-    rows: int
-    """Its rows so far."""
-    tokens: float
-    """How many tokens it makes on average."""
-    seconds: float = 0.0
-    """How long it takes to make its drafts."""
-    most_seconds: float = field(init=False)
-    """How long it may take, unless it is tried how long that is."""
+    def __init__(self, pace: Pace, rows: int) -> None:
+        """Initialise a step without drafts.
 
-    def __post_init__(self) -> None:
-        self.most_seconds = _SLOWEST * (self.pace.seconds(self.rows) or 0.0)
+        Args:
+            pace: knows how long steps take.
+            rows: its rows, each of which makes a token.
+        """
+        self._pace, self._without = pace, rows
+        self.rows = rows
+        """Its rows so far."""
+        self._tokens, self._seconds = float(rows), 0.0
+        """How many tokens it makes on average, and how long it takes to make its drafts."""
 
     def cost(self, length: int, seconds: float = 0.0) -> float:
         """Return how many tokens the sequences of the step could have made in the time that a draft takes.
@@ -44,7 +41,7 @@ class Step:
             length: of the draft.
             seconds: that making it takes.
         """
-        alone, longer = self.pace.seconds(self.rows), self.pace.seconds(self.rows + length)
+        alone, longer = self._pace.seconds(self.rows), self._pace.seconds(self.rows + length)
         return self.rows * ((longer + seconds) / alone - 1) if alone and longer else float(self.rows * length)
 
     def add(self, expected: Iterable[float], allowed: float, seconds: float = 0.0) -> int:
@@ -55,24 +52,27 @@ class Step:
             allowed: how many tokens may be lost if none does.
             seconds: that making each token of the draft takes.
         """
-        time = self.pace.seconds(self.rows)
+        time = self._pace.seconds(self.rows)
         if not time:
             return 0
-        best, chosen, gained = _MARGIN * self.tokens / (time + self.seconds), 0, 0.0
+        best, chosen, gained = _MARGIN * self._tokens / (time + self._seconds), 0, 0.0
         by_length = [*expected]
-        shortest = (self.pace.hoped(self.rows + 1) or 0.0) + self.seconds + seconds
-        if not by_length or self.tokens + by_length[-1] <= best * shortest:
+        shortest = (self._pace.hoped(self.rows + 1) or 0.0) + self._seconds + seconds
+        if not by_length or self._tokens + by_length[-1] <= best * shortest:
             return 0  # what the longest draft makes would not pay in the time of the shortest: so for most free text
+        most_seconds = _SLOWEST * (self._pace.seconds(self._without) or 0.0)
         for length, tokens in enumerate(by_length, 1):
-            longer = (self.pace.hoped(self.rows + length) or 0.0) + self.seconds + seconds * length
-            if longer > self.most_seconds and self.pace.known(self.rows + length):
+            longer = (self._pace.hoped(self.rows + length) or 0.0) + self._seconds + seconds * length
+            if longer > most_seconds and self._pace.known(self.rows + length):
                 continue
-            trial = 0.0 if self.pace.measured(self.rows + length) else _TRIAL
-            if (rate := (self.tokens + tokens) / longer) <= best:
+            trial = 0.0 if self._pace.measured(self.rows + length) else _TRIAL
+            if (rate := (self._tokens + tokens) / longer) <= best:
                 continue
             if self.cost(length, seconds * length) <= allowed + trial:
                 best, chosen, gained = rate, length, tokens
-        self.rows, self.tokens, self.seconds = self.rows + chosen, self.tokens + gained, self.seconds + seconds * chosen
+        self.rows += chosen
+        self._tokens += gained
+        self._seconds += seconds * chosen
         return chosen
 
 

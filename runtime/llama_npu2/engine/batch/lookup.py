@@ -31,6 +31,14 @@ class Place(NamedTuple):
     """How many tokens before that one are the last ones of the text, too."""
 
 
+class Choice(NamedTuple):
+    """A token that may come next."""
+
+    token: int
+    why: Evidence
+    """What speaks for it."""
+
+
 class Lookup:
     """What followed which tokens in one text.
 
@@ -54,6 +62,8 @@ class Lookup:
         """Where the part that the text repeats should go on."""
         self._astray = 0
         """How many tokens differed from it since the last one that did not."""
+        self._next: list[Choice] = []
+        """What may come next."""
 
     def read(self, ids: list[int]) -> None:
         """Note how a text has grown; it only grows."""
@@ -68,40 +78,29 @@ class Lookup:
 
         A part that reaches up to the end of the text is repeated on and on.
         """
-        text, places, part = _Extended(ids), self._places, self._part
-        while places or part:
-            chance, token = max((self._chances.of(why), token) for token, why in self._choices(text, places, part))
+        text, places, part, choices = _Extended(ids), self._places, self._part, self._next
+        while choices:
+            chance, token = max((self._chances.of(why), token) for token, why in choices)
             yield token, chance
             text.drafted.append(token)
             places = [Place(next + 1, match + 1) for next, match in places if text[next] == token]
             part = Place(part.next + 1, part.match + 1) if part and text[part.next] == token else None
-
-    @staticmethod
-    def _choices(text: _Extended, places: list[Place], part: Place | None) -> Iterator[tuple[int, Evidence]]:
-        """Yield which tokens may come next, and what speaks for them."""
-        if len(places) == 1:
-            yield text[places[0].next], Evidence(places[0].match, Agreement.ALONE)
-        elif places:
-            votes = Counter(text[place.next] for place in places)
-            token = max(votes, key=votes.__getitem__)
-            yield token, Evidence(places[0].match, Agreement.SOME if len(votes) > 1 else Agreement.ALL)
-        if part and (len(places) != 1 or part.next != places[0].next):
-            yield text[part.next], Evidence(part.match, Agreement.PART)
+            choices = _choices(text, places, part)
 
     def _index(self, ids: list[int]) -> None:
         """Note where the tokens that were not read end."""
         for size, latest, earlier in zip(_SIZES, self._latest, self._earlier, strict=True):
-            start = max(self._known - size + 1, 0)
-            unread = zip(*(ids[start + at :] for at in range(size)), strict=False)
-            for end, tokens in enumerate(unread, start + size):
+            for end in range(max(self._known + 1, size), len(ids) + 1):
+                tokens = tuple(ids[end - size : end])
                 earlier.append(latest.get(tokens, 0))
                 latest[tokens] = end
 
     def _follow(self, ids: list[int], at: int) -> None:
         """Note a token that has come; decide what may follow it."""
-        for token, evidence in self._choices(_Extended(ids), self._places, self._part):
-            self._chances.note(evidence, token == ids[at])
-        self._places = [Place(next + 1, match + 1) for next, match in self._places if ids[next] == ids[at]]
+        came = ids[at]
+        for token, why in self._next:
+            self._chances.note(why, token == came)
+        self._places = [Place(next + 1, match + 1) for next, match in self._places if ids[next] == came]
         if not self._places:
             self._search(ids, at)
         if self._part:
@@ -109,15 +108,14 @@ class Lookup:
         best = self._places[0] if self._places else None
         if best and best.match >= _PART and best.match > (self._part.match if self._part else 0):
             self._part, self._astray = best, 0
+        self._next = _choices(ids, self._places, self._part)
 
     def _search(self, ids: list[int], at: int) -> None:
         """Find the places where most of the last tokens stood before."""
-        places = []
+        places: list[Place] = []
         for size, earlier in zip(_SIZES, self._earlier, strict=True):
             end = earlier[at]
-            for _ in range(_PLACES):
-                if not end:
-                    break
+            while end and len(places) < _PLACES:
                 match = size
                 while match < min(_LONGEST_MATCH, end) and ids[end - 1 - match] == ids[at - match]:
                     match += 1
@@ -142,6 +140,21 @@ class Lookup:
             self._part = Place(min(ends, key=lambda end: abs(end - part.next - 1)), 1)
         else:
             self._part = Place(part.next + 1, 0)
+
+
+def _choices(text: list[int] | _Extended, places: list[Place], part: Place | None) -> list[Choice]:
+    """Return which tokens may come next, and what speaks for them."""
+    found = []
+    if len(places) == 1:
+        found.append(Choice(text[places[0].next], Evidence(places[0].match, Agreement.ALONE)))
+    elif places:
+        votes = Counter([text[place.next] for place in places])
+        token = max(votes, key=votes.__getitem__)
+        agreement = Agreement.SOME if len(votes) > 1 else Agreement.ALL
+        found.append(Choice(token, Evidence(places[0].match, agreement)))
+    if part and (len(places) != 1 or part.next != places[0].next):
+        found.append(Choice(text[part.next], Evidence(part.match, Agreement.PART)))
+    return found
 
 
 class _Extended:
