@@ -168,8 +168,9 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
     columns, bound = len(values) // _SETS, np.float32(-np.inf)
     if columns >= count:
         bound = _order_statistic(values[: _SETS * columns].reshape(_SETS, columns).max(axis=0), count)
-    least = _order_statistic(values[values >= bound], count)
-    found = np.flatnonzero(values >= least)
+    found = np.flatnonzero(values >= bound)
+    least = _order_statistic(values[found], count)
+    found = found[values[found] >= least]
     equal = np.flatnonzero(values[found] == least)
     return np.delete(found, equal[len(equal) - (len(found) - count) :])
 
