@@ -304,7 +304,7 @@ HIGHER = "a" * 5000
 
 REFUSED: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, [], 400, "", "an object"),
-    (CHAT, {}, 400, "", "the body must be an object with model"),
+    (CHAT, {}, 400, "", "the body must be an object with messages"),
     (CHAT, {"model": "demo"}, 400, "", "with messages"),
     (CHAT, chat(model="gpt-5"), 404, "model", "no model gpt-5"),
     (CHAT, chat(model=7), 400, "model", "a string"),

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -225,6 +226,26 @@ def test_models_without_the_right_tokens_are_refused(demo: Path) -> None:
             found = running.ask(path, {"model": "demo", **body})
             assert (found.status, found.json["error"]["param"]) == (400, "model")
             assert message in found.json["error"]["message"]
+
+
+def test_a_request_that_names_no_model_is_for_the_first_that_can_answer_it(demo: Path, embedder: Path) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (EMBED, {"input": "x"}),
+        (RAW, {"prompt": "x", "max_tokens": 1}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "model": None}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1, "model": None}),
+    ]
+    with serving(embedder, others=[demo]) as running:
+        for path, body in asked:
+            found = running.ask(path, body)
+            assert (found.status, found.json["model"]) == (200, "embedder" if path == EMBED else "demo")
+        described = running.ask("/openapi.json").json["paths"]
+        for path, body in asked:
+            jsonschema.validate(body, described[path]["post"]["requestBody"]["content"]["application/json"]["schema"])
+        assert running.ask(EMBED, {"model": "demo", "input": "x"}).status == 400
+        assert running.ask(RAW, {"model": "", "prompt": "x"}).status == 400
+    with serving(demo) as running:
+        assert running.ask(EMBED, {"input": "x"}).json["error"]["param"] == "model"
 
 
 # The engine

@@ -90,6 +90,15 @@ def must_embed(model: Model) -> None:
         raise RequestError(400, f"{model.name} is no embedding model: serve one to ask for embeddings", "model")
 
 
+def meets(model: Model, demand: Demand) -> bool:
+    """Return whether a model can answer what `demand` lets pass."""
+    try:
+        demand(model)
+    except RequestError:
+        return False
+    return True
+
+
 def takes(
     fields: Callable[[int], Fields],
     demand: Demand = any_model,
@@ -111,7 +120,7 @@ def takes(
         @wraps(respond)
         async def answer(request: Request) -> Response:
             value = newer(await read_json(request, request.app.most_bytes))
-            model = of_request(request, value)
+            model = of_request(request, value, demand)
             asked = checked(value, closed(*fields(model.vocabulary)))
             if asks(asked):
                 demand(model)
@@ -163,11 +172,13 @@ async def ready(request: Request, model: Model, keep_alive: float | None = None)
     await unless_gone(request.receive, held())
 
 
-def of_request(request: Request, value: Any) -> Model:
-    """Return the model that a request's body names; the first, if it names none. Raises RequestError.
+def of_request(request: Request, value: Any, demand: Demand = any_model) -> Model:
+    """Return the model that a request's body names, which may not be loaded: see `ready`. Raises RequestError.
 
-    It may not be loaded: see `ready`.
+    If it names none, it is the first that meets the demand, or the first of all if none does.
     """
     models: Models = request.app.models
     name = value.get("model") if isinstance(value, dict) else None
-    return models.named(name) if isinstance(name, str) and name else next(iter(models))
+    if isinstance(name, str) and name:
+        return models.named(name)
+    return next((model for model in models if meets(model, demand)), next(iter(models)))

@@ -13,10 +13,8 @@ from starlette.routing import Route
 
 from llama_npu2 import __version__
 from llama_npu2.schema import described_by
-from llama_npu2.serve.answers import Demand
-from llama_npu2.serve.failures import RequestError
+from llama_npu2.serve.answers import meets
 from llama_npu2.serve.fields import closed, model_name
-from llama_npu2.serve.model import Model
 from llama_npu2.serve.models import Models
 
 _PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
@@ -44,10 +42,13 @@ def _operation(route: Route, models: Models) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if fields := getattr(route.endpoint, "fields", None):
-        suiting = [model for model in models if _meets(model, vars(route.endpoint)["demand"])]
+        suiting = [model for model in models if meets(model, vars(route.endpoint)["demand"])]
         # A model with fewer tokens than others takes less than the description says.
         schema = described_by(closed(*fields(max(model.vocabulary for model in suiting or models))))
-        schema = _with_names(schema, {"enum": [model.name for model in suiting]} if suiting else False)
+        if suiting:
+            schema = _with_names(schema, {"enum": [model.name for model in suiting]})
+        else:
+            schema["properties"]["model"], schema["required"] = False, [*schema.get("required", []), "model"]
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return found
 
@@ -59,14 +60,6 @@ def _with_names(schema: Any, names: Any) -> Any:
     if isinstance(schema, list):
         return [_with_names(each, names) for each in schema]
     return {key: _with_names(each, names) for key, each in schema.items()} if isinstance(schema, dict) else schema
-
-
-def _meets(model: Model, demand: Demand) -> bool:
-    try:
-        demand(model)
-    except RequestError:
-        return False
-    return True
 
 
 ROUTES = [Route("/openapi.json", describe, methods=["GET"])]

@@ -31,11 +31,12 @@ def _document(value: Any) -> None:
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request."""
     optional: dict[str, Check] = {
+        "model": model_name,
         "top_n": whole(1, 1 << 30),
         "return_documents": flag,
         "instruction": string,
     }
-    return Fields({"model": model_name, "query": word, "documents": list_of(_document, 1, _MOST_DOCUMENTS)}, optional)
+    return Fields({"query": word, "documents": list_of(_document, 1, _MOST_DOCUMENTS)}, optional)
 
 
 async def _rerank(readings: Readings, asked: dict[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def fields(vocabulary: int) -> Fields:
         **sampling_fields(vocabulary),
         **STREAM,
         **LABELS,
+        "model": model_name,
         "max_tokens": whole(1, MOST_TOKENS),
         "max_completion_tokens": whole(1, MOST_TOKENS),
         "logprobs": flag,
@@ -143,7 +144,7 @@ def fields(vocabulary: int) -> Fields:
         "prediction": left_out("predictions are not supported"),
         "web_search_options": left_out("there is no search"),
     }
-    return Fields({"model": model_name, "messages": list_of(_message, 1, MOST_MESSAGES)}, optional, _RULES)
+    return Fields({"messages": list_of(_message, 1, MOST_MESSAGES)}, optional, _RULES)
 
 
 def _wanted_schema(asked: Mapping[str, Any]) -> str:

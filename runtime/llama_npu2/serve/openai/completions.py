@@ -53,6 +53,7 @@ def fields(vocabulary: int) -> Fields:
         **sampling_fields(vocabulary),
         **STREAM,
         **LABELS,
+        "model": model_name,
         "max_tokens": whole(0, MOST_TOKENS),
         "logprobs": whole(0, _MOST_LOGPROBS),
         "echo": flag,
@@ -60,8 +61,7 @@ def fields(vocabulary: int) -> Fields:
         "suffix": left_out("texts are continued at their end alone"),
         "store": only(False, "nothing is stored"),
     }
-    required = {"model": model_name, "prompt": texts_or_tokens(vocabulary, _MOST_PROMPTS)}
-    return Fields(required, optional, (OF_STREAMS, _ECHOED))
+    return Fields({"prompt": texts_or_tokens(vocabulary, _MOST_PROMPTS)}, optional, (OF_STREAMS, _ECHOED))
 
 
 class _Completion:

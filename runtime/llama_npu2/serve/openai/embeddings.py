@@ -22,12 +22,13 @@ _MOST_DIMENSIONS = 1 << 20
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request."""
     optional: dict[str, Check] = {
+        "model": model_name,
         "encoding_format": one_of("float", "base64"),
         "dimensions": whole(1, _MOST_DIMENSIONS),
         "user": string,
         "instruction": string,
     }
-    return Fields({"model": model_name, "input": texts_or_tokens(vocabulary, _MOST_INPUTS)}, optional)
+    return Fields({"input": texts_or_tokens(vocabulary, _MOST_INPUTS)}, optional)
 
 
 async def _embeddings(readings: Readings, asked: dict[str, Any]) -> dict[str, Any]:

@@ -150,6 +150,7 @@ def fields(vocabulary: int) -> Fields:
     optional: dict[str, Check] = {
         **of_sampling,
         **LABELS,
+        "model": model_name,
         "input": response_items.check_input,
         "instructions": string,
         "max_output_tokens": whole(1, MOST_TOKENS),
@@ -175,7 +176,7 @@ def fields(vocabulary: int) -> Fields:
         "context_management": left_out("conversations are taken as they are"),
         "moderation": left_out("nothing is moderated"),
     }
-    return Fields({"model": model_name}, optional, _RULES)
+    return Fields({}, optional, _RULES)
 
 
 def tools_of(asked: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
