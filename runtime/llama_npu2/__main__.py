@@ -33,6 +33,7 @@ from llama_npu2.options import (
     nearest,
     options_of,
 )
+from llama_npu2.standard_streams import open_missing
 from llama_npu2.trust.keys import TRUST
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
     Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C, `CLOSED` where nobody reads the output any
     more.
     """
+    open_missing()
     spare_threads()
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="replace")  # models write characters that such a terminal does not have
@@ -152,8 +154,7 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
         try:
             return _run(sys.argv[1:] if arguments is None else arguments, artifacts)
         finally:
-            if sys.stdout:
-                sys.stdout.flush()  # here it can still be told why that failed
+            sys.stdout.flush()  # here it can still be told why that failed
     except BrokenPipeError:
         _discard_output()
         return CLOSED

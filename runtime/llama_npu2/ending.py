@@ -24,8 +24,8 @@ def _end() -> None:
     if _status is None:
         return
     try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
     except (OSError, ValueError):
         return  # Python says so
     os._exit(_status)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llama_npu2.standard_streams import open_missing
 from stages.engine.places import python_environment
 
 _WORDS = {"run", "chat"}
@@ -49,9 +50,9 @@ def start_ahead(words: Sequence[str]) -> None:
     if _asked:
         return
     _asked = True
+    open_missing()  # before anything else is opened
     asks = "chat" in words or any(word.startswith(("prompt=", "prompt_file=")) for word in words)
-    complete = sys.stdin and sys.stdout and sys.stderr  # else the pipe might get the number of one of them
-    if asks and complete and all("=" in word or word in _WORDS for word in words):
+    if asks and all("=" in word or word in _WORDS for word in words):
         read, write = os.pipe()
         command = [sys.executable, "-m", "llama_npu2.ahead", str(read)]
         _waiting = Ahead(subprocess.Popen(command, env=python_environment(), pass_fds=[read]), write)

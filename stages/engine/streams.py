@@ -81,9 +81,6 @@ def answering() -> Iterator[None]:
 @contextlib.contextmanager
 def parted() -> Iterator[None]:
     """Separate results from other output inside the `with` block, in this process and its forks."""
-    if sys.stdout is None or sys.stderr is None:
-        yield  # where one of them is closed there is nothing to separate
-        return
     out, err = sys.stdout, sys.stderr
     out.flush()
     answers = _Lasting(os.fdopen(os.dup(1), "w", encoding=out.encoding, errors=out.errors))

@@ -281,10 +281,15 @@ def test_help_that_nobody_reads(command: tuple[str, ...]) -> None:
 
 @pytest.mark.thorough
 def test_a_stale_build_that_nobody_reads(built: Path) -> None:
+    def remove() -> None:
+        shutil.rmtree(built / "artifacts/model")
+
+    remove()
+    ran(doit("run", *ANSWER, cwd=built))  # compiles for this machine alone, which `compile` has not done
     whole = snapshot(built / "artifacts/model/cpu")
     command = [sys.executable, "-m", "doit", "run", *ANSWER]
     for lines in (1, 12):
-        shutil.rmtree(built / "artifacts/model")
+        remove()
         quiet(command, built, lines, also_errors=True)
     quiet(command, built)
     assert snapshot(built / "artifacts/model/cpu") == whole
@@ -367,6 +372,21 @@ def test_a_reply_for_which_there_is_no_room(demo: Path) -> None:
             command = (sys.executable, "-m", "runtime", *map(str, arguments))
             run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
             assert (run.returncode, run.stderr) == (1, FULL)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "command", [("doit", "run", "prompt=hi", "max_tokens=2"), ("runtime", "demo", "hi", "--max-tokens=2")]
+)
+def test_a_reply_where_streams_are_closed(command: tuple[str, ...], closed: str, shared: Path, demo: Path) -> None:
+    given = [str(demo) if word == "demo" else word for word in command]
+    where = shared if "doit" in command else ROOT
+    started = ["sh", "-c", f'exec "$@" {closed}', "-", sys.executable, "-m", *given]
+    run = subprocess.run(started, cwd=where, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert bool(run.stdout) is (" >&-" not in f" {closed}") and "tokens/s" not in run.stdout
+    assert ("tokens/s" in run.stderr) is ("2>&-" not in closed) and "Traceback" not in run.stderr
 
 
 @pytest.mark.sampled(1)

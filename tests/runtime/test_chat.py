@@ -236,7 +236,7 @@ def test_lines_without_packages(terminals: Any, demo: Path, tmp_path: Path) -> N
     assert "error: /nothing is no command" in run.stderr
     assert Conversation.load(saved).turns[0].question == "three\nfour"
     closed = subprocess.run(["sh", "-c", 'exec "$@" <&-', "-", *piped], capture_output=True, text=True, cwd=ROOT)
-    assert closed.stderr.endswith("error: standard input is closed: a conversation needs one\n")
+    assert (closed.returncode, closed.stdout) == (0, ""), "as with an empty input"
 
 
 def test_the_history_is_cut_down(tmp_path: Path) -> None:

@@ -48,12 +48,7 @@ def open_reader(interrupts: Interrupts, commands: Sequence[str] = ()) -> Reader:
     Args:
         interrupts: stops lines that are read without prompt_toolkit.
         commands: words that Tab completes at the beginning of a message.
-
-    Raises:
-        UserError: the input comes from nowhere.
     """
-    if sys.stdin is None:
-        raise UserError("standard input is closed: a conversation needs one")
     if not is_terminal():
         return Lines(PROMPT if sys.stdin.isatty() else "", None, interrupts)
     history = History(_state_directory())
