@@ -212,7 +212,7 @@ def _prompt(options: argparse.Namespace) -> str:
         raise UserError("two prompts: give a text or --prompt-file, not both")
     if options.prompt_file:
         try:
-            return Path(options.prompt_file).read_text()
+            return Path(options.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError("prompt_file", options.prompt_file, f"{reason(error)}: give a text file") from None
     if options.prompt is None:
@@ -308,7 +308,7 @@ def rerank(options: argparse.Namespace, sampling: Sampling, running: Running) ->
 def _lines(name: str) -> list[str]:
     """Return the lines of a file, or of standard input, that are not empty. Raises UserError."""
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text()
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: {reason(error)}: give a text file") from None
     return [line for line in text.splitlines() if line.strip()]

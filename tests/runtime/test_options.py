@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import llama_npu2
-from llama_npu2 import UserError
+from llama_npu2 import UserError, load
 from llama_npu2.__main__ import COMMANDS as RUNTIME_COMMANDS
 from llama_npu2.__main__ import GROUPS as RUNTIME_GROUPS
 from llama_npu2.__main__ import main
@@ -256,6 +258,23 @@ def test_a_prompt_from_elsewhere(given: str, demo: Path, tmp_path: Path) -> None
     line = [sys.executable, "-m", "doit", "run", given, "raw=1", f"artifacts={demo.parents[1]}", "target=cpu"]
     run = subprocess.run(line, cwd=ROOT, input=text, text=True, capture_output=True)
     assert run.stdout == " Paris.\n", run.stderr
+
+
+def test_a_prompt_file_is_utf_8_whatever_the_locale(demo: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("naïve", encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "runtime",
+        str(demo),
+        f"--prompt-file={tmp_path / 'prompt.txt'}",
+        "--json",
+        "--raw",
+    ]
+    ascii_locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | ascii_locale, text=True, capture_output=True)
+    with closing(load(demo)) as llm:
+        assert json.loads(run.stdout)["prompt_tokens"] == len(llm.encode("naïve", raw=True)), run.stderr
 
 
 def test_a_prompt_file_that_is_not_there(demo: Path) -> None:

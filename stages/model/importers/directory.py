@@ -169,7 +169,9 @@ class Directory:
                 read_json(path, DAMAGED)
         found = {path.name: path.read_bytes() for path in files if path.parent == self.path}
         if further := {
-            path.stem: path.read_text() for path in files if path.suffix != ".json" and path.name not in found
+            path.stem: path.read_text(encoding="utf-8")
+            for path in files
+            if path.suffix != ".json" and path.name not in found
         }:
             found[Path(TEMPLATES).name] = json.dumps(further).encode()
         if modules := found.pop("modules.json", None):
