@@ -330,13 +330,18 @@ class Builder:
         offsets, sizes, strides = ([self.index(n) for n in part] for part in (side.offsets, side.sizes, side.strides))
         return self.resolve(side.value), (offsets, sizes, strides)
 
-    def call(self, variant: Variant, function: str, *args: MemRef | Number | float) -> None:
+    def call(
+        self, variant: Variant, function: str, *args: MemRef | Number | float, read_twice: MemRef | None = None
+    ) -> None:
         """Call a tile function. Buffers are passed as memrefs, indices and ints as i32, floats as f32.
 
-        TypeError if it is given one buffer twice: the compiler of tile functions is told that none is another.
+        Raises TypeError if it is given one buffer twice, because the compiler of tile functions is told that none is
+        another. That is true of a buffer that the function only reads, so `read_twice` may be given twice.
         """
         values = [self._argument(arg) for arg in args]
         buffers = [value for value in values if isinstance(value.type, MemRefType)]
+        if read_twice is not None:
+            buffers.remove(self._argument(read_twice))
         if len(set(buffers)) < len(buffers):
             raise TypeError(f"{function} is given one buffer twice")
         symbol = variant.symbol(function)

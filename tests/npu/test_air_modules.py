@@ -502,8 +502,10 @@ def test_a_tile_function_is_given_a_buffer_once() -> None:
     b = air.Builder("copy", {"x": air.memref_type((64,))})
     variant = air.Variant.of("add", COUNT=64)
     with b.launch(), b.segment(), b.herd(1, 1), b.alloc(air.L1, (64,), (64,)) as (x, y):
-        with pytest.raises(TypeError, match="add is given one buffer twice"):
-            b.call(variant, "add", x, y, x)
+        for read_twice in (None, y):
+            with pytest.raises(TypeError, match="add is given one buffer twice"):
+                b.call(variant, "add", x, y, x, read_twice=read_twice)
+        b.call(variant, "add", x, x, y, read_twice=x)
 
 
 def test_a_grid_of_one_dimension_is_one_of_the_second() -> None:

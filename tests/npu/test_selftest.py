@@ -26,8 +26,9 @@ from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices.sim import SimProgram
 from llama_npu2.devices.xrt import session
 from llama_npu2.engine.turns import TurnSteps
+from stages import air
 from stages.commands import selftest as command
-from stages.engine.places import CONFIG
+from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
 from stages.graph import Build
 from stages.graph.options import parse_options
@@ -36,6 +37,7 @@ from stages.model.grouping import programs
 from stages.model.policy import parse_policy
 from stages.proof.selftest import faults, graph, ladder, measure, raw, report
 from stages.proof.selftest import model as model_rungs
+from stages.proof.selftest.build import write_module
 from stages.proof.selftest.faults import FAULTS, Fault, cause_of, fault
 from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outcome, Rung, Setup, run_ladder
 from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
@@ -44,7 +46,7 @@ from stages.proof.selftest.trial import DISPATCHES, judge
 from stages.targets import forget_tools
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.levels import VARIABLE
-from stages.targets.npu2.modules import build_module, sources
+from stages.targets.npu2.modules import SUFFIX, build_module, sources
 from stages.targets.npu2.toolchain import Npu
 from stages.weights.formats import formats
 from tests.conftest import A_LLAMA, ROOT, build, doit, of_command_line, ran, unfinished
@@ -201,6 +203,13 @@ def test_rungs_of_every_probe_hold(on_npu: Setup) -> None:
     assert found.times.keys() == set(measure.TIMED)
     # Of the simulator's times, of which some differences may be lost in the noise.
     assert "ddr_gbps" in found.measured
+
+
+def test_the_module_of_every_probe_is_made(tmp_path: Path) -> None:
+    """`doit selftest` begins with these; only a thorough test compiles and runs all of them."""
+    for name in probes():
+        write_module(name, tmp_path / name, (), priced=True)
+        air.check(air.parse_mlir((tmp_path / name / MODULES / f"{name}{SUFFIX}").read_text()))
 
 
 def test_every_kernel_of_the_array_is_tried() -> None:

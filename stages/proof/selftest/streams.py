@@ -91,6 +91,6 @@ def build(streams: Streams) -> AirModule:
         with b.loop(TILES) as step, b.alloc(air.L1, (TILE_ROWS, TILE_COLS)) as (a,):
             first = stream * (TILES * TILE_ROWS) + step * TILE_ROWS
             b.dma(a, b.args["x"].at((first, TILE_ROWS, TILE_COLS), (0, TILE_COLS, 1)))
-            b.call(variant, "gemv_step", a, a, 0, acc)
+            b.call(variant, "gemv_step", a, a, 0, acc, read_twice=a)
         b.dma(b.args["out"].at((stream, 1, TILE_ROWS), (0, TILE_ROWS, 1)), acc)
     return b.finish()
