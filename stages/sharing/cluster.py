@@ -186,8 +186,9 @@ class Cluster:
         from distributed import Client, LocalCluster
 
         # What happens to workers is said in words of this project.
-        for name in filter(lambda name: name.startswith("distributed"), list(logging.root.manager.loggerDict)):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith(("distributed", "tornado")):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
         if self._process and self._crew:
             # With a certificate, because whoever connects can run programs as this user.
             local = self._local = LocalCluster(

@@ -89,9 +89,10 @@ class Terminal:
 
     def until(self, pattern: str, seconds: float = 120) -> str:
         """What is printed up to the end of the first match, without escape sequences."""
-        end = time.monotonic() + seconds
+        end, output = time.monotonic() + seconds, select.poll()
+        output.register(self._ours, select.POLLIN)
         while not (found := re.search(pattern, self._seen)):
-            ready, _, _ = select.select([self._ours], [], [], max(0, end - time.monotonic()))
+            ready = output.poll(1000 * max(0, end - time.monotonic()))
             assert ready, f"no {pattern!r} within {seconds} s: {self._seen[-2000:]}"
             try:
                 more = os.read(self._ours, 1 << 16)

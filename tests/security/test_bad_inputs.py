@@ -404,7 +404,7 @@ ARTIFACTS: dict[str, tuple[Damage, str]] = {
     ),
     "plan_lacks_a_slot": (
         edit_manifest(lambda m: m["plans"]["decode"][1]["buffers"].pop()),
-        "binds 12 buffers to 13",
+        "binds 15 buffers to 16",
     ),
     "weight_outside_its_file": (
         edit_manifest(lambda m: m["buffers"]["model.norm.weight"].update(offset=1 << 40)),

@@ -91,7 +91,7 @@ ON_HOST = [
     Fault(sign, "prefill", "gemm_silu", 1),
     Fault(sign, "decode", "rope", 1),
     Fault(index, "prefill", "flash_attention_panels", 1),
-    Fault(index, "decode", "gemv", 0),
+    Fault(index, "decode", "gemv_qkv", 0),
     Fault(scale, "prefill", "rms_norm", 1),
     Fault(scale, "decode", "decode_attention_panels", 1),
     Fault(rounding, "prefill", "gemm_add", 1),
