@@ -33,7 +33,7 @@ from stages.weights.formats import formats
 from tests.conftest import ODD_WIDTHS, build, of_command_line, write_checkpoint
 from tests.pipeline.test_diagnose_faults import ARRAY, HOST, ON_GEMMA
 from tests.support.browser import Look
-from tests.support.faults import ON_ARRAY, ON_HOST, Fault, Tampered, sign
+from tests.support.faults import ON_ARRAY, ON_HOST, Fault, Tampered, not_a_number, sign
 
 NO_PACKAGES = "torch and transformers are not installed"
 
@@ -100,6 +100,11 @@ def test_a_fault_in_one_call_is_named(host: Build, fault: Fault) -> None:
     named(host, fault)
 
 
+def test_where_numbers_end_is_named(host: Build) -> None:
+    """Logits that are no numbers have no likelihood, which says nothing of where that began."""
+    named(host, Fault(not_a_number, "logits@64", "rms_norm", None))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", ON_ARRAY, ids=str)
 def test_a_fault_in_one_call_of_the_array_is_named(array: Build, fault: Fault) -> None:
@@ -111,9 +116,8 @@ def named(build: Build, fault: Fault) -> None:
     report = found(build, lambda llm: where.append(fault(build, llm)))
     first = report.wrong[0].op
     assert (first.phase, first.call, first.index) == (where[0].phase, where[0].call, where[0].index), report.verdict
-    assert report.verdict.startswith(
-        f"diagnose: FAULT in launch {first.index + 1} of {first.program}, layer {fault.layer}"
-    )
+    place = "outside of the layers" if fault.layer is None else f"layer {fault.layer}"
+    assert report.verdict.startswith(f"diagnose: FAULT in launch {first.index + 1} of {first.program}, {place}")
 
 
 def test_values_around_the_worst_are_shown(host: Build) -> None:

@@ -67,13 +67,13 @@ HOST = [
         "normal",
         ("rms_norm", *FIRST),
     ),
-    Fault("index", "append_kv_panels.h", "= v[d];", "= v[d ^ 1];", ("append_kv_panels", "decode", 0)),
+    Fault("index", "append_kv_panels.h", "= v[d];", "= v[d ^ 1];", ("append_kv_panels", *FIRST)),
     Fault(
         "index",
         "append_kv_panels.h",
         "offset = p % kv_block_positions",
         "offset = (p ^ 1) % kv_block_positions",
-        ("append_kv_panels", "decode", 0),
+        ("append_kv_panels", *FIRST),
     ),
     Fault(
         "scale",
@@ -108,7 +108,7 @@ HOST = [
         "gemm.cc",
         "const bf16 *weights[] = {weight};\n    Gemm<StoreBf16>",
         "const bf16 *weights[] = {weight + 2};\n    Gemm<StoreBf16>",
-        ("gemm", *FIRST),
+        ("gemm_qkv", *FIRST),
     ),
     Fault(
         "sign",
@@ -136,7 +136,7 @@ HOST = [
         "epilogue.h",
         "store_bf16(o + i, to.bias == nullptr ? sum : sum + load_bf16(to.bias + column + i, count - i), count - i);",
         cut_off("o + i", "sum", "count - i"),
-        ("gemm", *FIRST),
+        ("gemm_qkv", *FIRST),
     ),
     Fault(
         "index",
@@ -333,7 +333,7 @@ ARRAY = [
         "index",
         "token_attention.cc",
         "rotate_heads<1, HD>(k, table, row);",
-        "copy(k, HD, row);",
+        "copy(k, HD, row), (void)table;",
         ("token_attention", "decode@128", 0),
         NPU_INT4,
     ),

@@ -25,6 +25,10 @@ def index(values: np.ndarray) -> None:
     values[...] = np.roll(values, 1, axis=-1)
 
 
+def not_a_number(values: np.ndarray) -> None:
+    values[...] = np.nan
+
+
 def scale(values: np.ndarray) -> None:
     values *= values.dtype.type(1 + 2**-6)
 
@@ -42,7 +46,7 @@ class Fault:
     change: Change
     phase: str
     kernel: str
-    layer: int
+    layer: int | None
 
     def __str__(self) -> str:
         return f"{self.change.__name__}: {self.kernel} in {self.phase}"

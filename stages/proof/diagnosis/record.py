@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from llama_npu2 import Llama
+from llama_npu2 import Llama, UserError
 from llama_npu2.artifact.plan import FROM_POSITION, Phase
 from llama_npu2.engine.chunks import Chunk
 from llama_npu2.engine.row_logits import logits_phase
@@ -166,7 +167,8 @@ def record(llm: Llama, recorder: Recorder, ids: Sequence[int], tokens: int, chun
             text.append(int(np.argmax(logits)))
             logits = llm.decode(text[-1])
         if logits_phase(llm.manifest) and len(text) > 2:
-            llm.score(text)
+            with contextlib.suppress(UserError):  # logits that are no numbers have no scores, but all is recorded
+                llm.score(text)
     return text
 
 
