@@ -370,6 +370,7 @@ REFUSED: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, chat(metadata={"a": 1}), 400, "metadata.a", "a string"),
     (CHAT, chat(chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs.messages", "no variable"),
     (CHAT, chat(chat_template_kwargs={"reply": False}), 400, "chat_template_kwargs.reply", "no variable"),
+    (CHAT, chat(chat_template_kwargs={"self": 1}), 400, "chat_template_kwargs.self", "reads no variable self"),
     (CHAT, chat(chat_template_kwargs={"a b": 1}), 400, "chat_template_kwargs", "a name"),
     (CHAT, chat(messages=[{"role": "user", "content": "word " * 3000}]), 400, "messages", "the context is 2048"),
     (CHAT, chat(messages=[{"role": "user", "content": "x" * 10**6}]), 400, "messages", "more tokens"),
@@ -389,7 +390,7 @@ REFUSED: list[tuple[str, Any, int, str | None, str]] = [
     (RAW, raw(max_tokens=-1), 400, "max_tokens", "a whole number"),
     (RAW, raw(max_tokens=0), 400, "max_tokens", "only with echo"),
     (RAW, raw(prompt=[5] * 2049, max_tokens=0, echo=True), 400, "prompt", "2049 tokens"),
-    (CHAT, b'{"model": "demo", "temperature": 1e999}', 400, "temperature", "a number"),
+    (CHAT, b'{"model": "demo", "temperature": 1e999}', 400, None, "1e999 is too large"),
     ("/v1/engines", {}, 404, None, "no such path"),
     ("/v1/chat/completions/", {}, 404, None, "no such path"),
     ("/v1/models", {}, 405, None, "does not take POST"),
@@ -475,6 +476,9 @@ def test_several_keys_share_no_prefixes(demo: Path, tmp_path: Path, llm: Llama) 
             assert [*threads.map(asked, ["k-one", "k-two"] * 4)] == [(most, text)] * 8
         for wrong in ("k-on", "k-one2", "alice", "alice: k-two", ""):
             assert running.ask(RAW, raw(), Authorization=f"Bearer {wrong}").status == 401
+        scores = raw(prompt=prompt * 2, echo=True, logprobs=0, max_tokens=0)
+        found = running.ask(RAW, scores, Authorization="Bearer k-one").json
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "all are scored"
         noted = [line for line in running.lines if line.startswith("POST")]
         assert ", key 1, tokens" in noted[0] and ", key alice, tokens" in noted[1]
         assert not any("k-one" in line or "k-two" in line for line in running.lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -228,6 +229,12 @@ def test_models_without_the_right_tokens_are_refused(demo: Path) -> None:
             assert message in found.json["error"]["message"]
 
 
+def test_ollama_loads_a_model_without_a_text(embeds: Server) -> None:
+    for path, empty in (("/api/embed", "embeddings"), ("/api/embeddings", "embedding")):
+        found = embeds.ask(path, {"model": "embedder"})
+        assert (found.status, found.json[empty]) == (200, [])
+
+
 def test_a_request_that_names_no_model_is_for_the_first_that_can_answer_it(demo: Path, embedder: Path) -> None:
     asked: list[tuple[str, dict[str, Any]]] = [
         (EMBED, {"input": "x"}),
@@ -246,6 +253,16 @@ def test_a_request_that_names_no_model_is_for_the_first_that_can_answer_it(demo:
         assert running.ask(RAW, {"model": "", "prompt": "x"}).status == 400
     with serving(demo) as running:
         assert running.ask(EMBED, {"input": "x"}).json["error"]["param"] == "model"
+
+
+def test_texts_of_a_key_are_cached_for_it_alone(embedder: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice: a\nbob: b\n")
+    with serving(embedder, f"--api-key-file={tmp_path / 'keys'}") as running:
+        for key in ("a", "a", "b"):
+            assert running.ask(EMBED, {"input": "In China. " * 40}, Authorization=f"Bearer {key}").status == 200
+        wait_for(lambda: sum("processed" in line for line in running.lines) == 3)
+        cached = [int(match[1]) for line in running.lines if (match := re.search(r"processed, (\d+) cached", line))]
+    assert cached[0] == cached[2] == 0 and cached[1] > 100, running.lines
 
 
 # The engine

@@ -333,8 +333,6 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (CHAT, chat(temperature=1), 400, "temperature = 1 must be left out: there is no such field"),
     (CHAT, chat(messages="x"), 400, "messages"),
     (CHAT, chat(messages=[{"role": "wizard", "content": "x"}]), 400, "messages[0].role"),
-    (CHAT, chat(messages=[{"role": "user"}]), 400, "with content"),
-    (CHAT, chat(messages=[{"role": "assistant"}]), 400, "with content"),
     (CHAT, chat(messages=[{"role": "user", "content": "x", "images": ["eA=="]}]), 400, "images"),
     (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0]: no message before"),
     (CHAT, chat(tools=[TOOL]), 400, "reads no variable tools"),
@@ -372,6 +370,12 @@ def test_refusals(server: Server, path: str, body: Any, status: int, message: st
     found = server.ask(path, body)
     assert found.status == status and [*found.json] == ["error"]
     assert message in found.json["error"] and "\n" not in found.json["error"]
+
+
+def test_the_client_sends_texts_that_are_empty(client: ollama.Client) -> None:
+    """It leaves them out."""
+    messages = [*ASK, {"role": "assistant", "content": ""}, {"role": "user", "content": ""}, *ASK]
+    assert client.chat("demo", messages, options={"num_predict": 1}).message.role == "assistant"
 
 
 def test_the_client_raises_what_is_wrong(client: ollama.Client) -> None:

@@ -20,6 +20,13 @@ from tests.conftest import build
 from tests.support.caller import ANSWER, ARGUMENTS, CALL, CLOSE, OPEN, write_caller
 from tests.support.serving import Server, serving
 
+
+def asked_of(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A request whose answer has to be a call."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+
+
 CITY = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -55,6 +62,15 @@ PATH = "/v1/chat/completions"
 )
 def test_calls_as_models_write_them(text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     assert calls_of(text) == [Call(*each) for each in calls]
+
+
+def test_a_property_may_have_the_name_of_a_keyword() -> None:
+    reference = {"$ref": "#/$defs/x"}
+    parameters = {"properties": {"default": reference}, "default": reference, "$defs": {"x": {"enum": ["q"]}}}
+    (schema,) = json.loads(tools_of(asked_of(parameters)).schema())["anyOf"]
+    moved = schema["properties"]["arguments"]
+    assert moved["properties"]["default"] == {"$ref": "#/anyOf/0/properties/arguments/$defs/x"}
+    assert moved["default"] == reference, "a value is no schema"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +288,7 @@ GIVEN = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "
                 "tool_choice": "required",
             },
             "tools",
-            "cannot be followed",
+            "are no object",
         ),
         (
             {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},

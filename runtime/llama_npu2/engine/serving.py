@@ -237,6 +237,7 @@ class Serving:
         compute: Callable[[int, np.ndarray], Result],
         first: int = -1,
         hidden: bool = False,
+        namespace: str = "",
     ) -> Read[Result]:
         """Return what a function computes of what follows the tokens of a text, beside replies and other texts.
 
@@ -248,6 +249,7 @@ class Serving:
                 `[vocab]` after it, which are valid during the call.
             first: the number of a token; -1: the last one.
             hidden: whether the function gets the last norm's output `[hidden size]` instead. Only of the last token.
+            namespace: as for `submit`.
 
         Raises:
             UserError: if there are no tokens or too many, if one is outside the vocabulary, if the engine is closed, or
@@ -260,7 +262,7 @@ class Serving:
         if self._key is None and (hidden or first < len(checked) - 1):
             raise UserError("this device gives the logits after a text's last token alone: choose target=cpu")
         reading = _Reading(self, checked, compute, first, hidden)
-        self._add(reading)
+        self._add(reading, namespace)
         try:
             await reading.ended
         except asyncio.CancelledError:

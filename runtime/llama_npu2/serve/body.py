@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from typing import Any, NoReturn
 
 from starlette.requests import Request
 
+from llama_npu2.errors import shortened
 from llama_npu2.schema import Check, Invalid
 from llama_npu2.serve.failures import GoneError, RequestError
 from llama_npu2.serve.fields import check_json
@@ -50,6 +52,13 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+def _finite(text: str) -> float:
+    """Return a number. Python takes one that is too large for infinity, which is no JSON."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{shortened(text)} is too large")
+    return value
+
+
 def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object. Of a key that comes twice, a proxy may have checked the value that does not count."""
     found = dict(pairs)
@@ -69,11 +78,17 @@ async def read_json(request: Request, most: int) -> Any:
     return parsed(await read(request, most))
 
 
+def loaded(text: str) -> Any:
+    """Return the JSON value of a text. Raises ValueError, RecursionError."""
+    value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_with_each_key_once)
+    check_json(value)
+    return value
+
+
 def parsed(content: bytes) -> Any:
     """Return the JSON value of a body. Raises RequestError."""
     try:
-        value = json.loads(content.decode(), parse_constant=_no_constant, object_pairs_hook=_with_each_key_once)
-        check_json(value)
+        value = loaded(content.decode())
     except UnicodeDecodeError:
         raise RequestError(400, "the body is not text in UTF-8") from None
     except RecursionError:

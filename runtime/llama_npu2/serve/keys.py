@@ -61,6 +61,8 @@ class Keys:
             found = _LINE.fullmatch(line.strip())
             if not found:
                 raise ValueError(f"line {number} must hold one key without spaces, or NAME: KEY")
+            if not found["key"].isascii():
+                raise ValueError(f"line {number} has a key with characters that a header cannot hold: use ASCII alone")
             key = Key(found["name"] or f"{number}", _digest(found["key"]))
             if key.name in keys or any(each.digest == key.digest for each in keys.values()):
                 raise ValueError(f"line {number} has the name or the key of another line: give each its own")

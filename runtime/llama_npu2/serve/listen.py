@@ -176,7 +176,7 @@ def _keys(options: Listening) -> Keys:
         return Keys()
     path = Path(options.api_key_file)
     try:
-        keys, mode = Keys.parsed(path.read_text(encoding="utf-8")), path.stat().st_mode
+        keys, mode = Keys.parsed(path.read_text(encoding="utf-8-sig")), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError("api_key_file", path, f"{reason(error)}: give a text file") from None
     except ValueError as error:

@@ -17,6 +17,7 @@ from llama_npu2.serve.answers import Demand, Respond, ready, takes
 from llama_npu2.serve.events import unless_gone
 from llama_npu2.serve.failures import RequestError, engine_failed
 from llama_npu2.serve.fields import Fields
+from llama_npu2.serve.keys import namespace
 from llama_npu2.serve.model import Model
 
 Item = TypeVar("Item")
@@ -60,7 +61,7 @@ class Readings:
         """Return what a function computes of a text, as for `Serving.read`. Raises RequestError."""
         engine = self.model.engine
         try:
-            read = await engine.read(ids, compute, **how)
+            read = await engine.read(ids, compute, namespace=namespace.get(), **how)
         except UserError as error:
             raise (engine_failed() if engine.closed else RequestError.of(error, field)) from None
         self.tokens += len(ids)

@@ -17,6 +17,8 @@ _ID = 9
 """Characters of a call's id: templates of Mistral take no others."""
 _VALUES = ("const", "enum", "default", "examples")
 """Keywords of a schema whose values are no schemas."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose values are objects of schemas under any names, also those of keywords."""
 
 
 @frozen
@@ -53,6 +55,12 @@ class Tools:
         self._functions = {function["name"]: function for function in functions}
         if len(self._functions) < len(functions):
             raise RequestError(400, "two tools have the same name: give each its own", "tools")
+        if choice.forced:
+            for function in functions:
+                kinds = function.get("parameters", {}).get("type", "object")
+                if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+                    what = f"the parameters of {function['name']} are no object, as a call's are"
+                    raise RequestError(400, f"{what}: give their type as object", "tools")
         if choice.name:
             if choice.name not in self._functions:
                 raise RequestError(400, f"there is no tool {choice.name}: name one of tools", choice.field)
@@ -73,7 +81,7 @@ class Tools:
                 "properties": {
                     "name": {"const": name},
                     "arguments": _moved(
-                        {"type": "object", **function.get("parameters", {})}, f"#/anyOf/{at}/properties/arguments"
+                        {**function.get("parameters", {}), "type": "object"}, f"#/anyOf/{at}/properties/arguments"
                     ),
                 },
                 "required": ["name", "arguments"],
@@ -101,7 +109,14 @@ def _moved(schema: Any, to: str) -> Any:
         return [_moved(each, to) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: value if key in _VALUES else _moved(value, to) for key, value in schema.items()}
+    found = {
+        key: value
+        if key in _VALUES
+        else {name: _moved(each, to) for name, each in value.items()}
+        if key in _NAMED and isinstance(value, dict)
+        else _moved(value, to)
+        for key, value in schema.items()
+    }
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
         found["$ref"] = to + reference[1:]
     return found

@@ -69,6 +69,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         reply: bool = True,
         *,

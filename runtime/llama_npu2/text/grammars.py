@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -27,6 +29,8 @@ _MOST_NODES = 1 << 15
 """Most keys of objects and items of lists in a schema, which compiles in seconds."""
 _MOST_KEYS = 1000
 """Most keys of one object in a schema: properties take time that grows with the square of their number."""
+_MOST_STATES = 1 << 15
+"""Most remainders of numbers by all `multipleOf` in a schema: 300,007 take 3.6 s, 4,000,037 take 39 s and 1.7 GB."""
 _STACK = _MOST_NODES << 13
 """Bytes of stack for compiling a schema: references may lead as deep as it has nodes, and overflow ends the process."""
 _OVERRIDES = {"whitespace_pattern": " ?", "lenient": False}
@@ -126,9 +130,15 @@ class Grammars:
 
 def _check_size(schema: Any) -> None:
     """Raises ValueError for a schema that would take too long to compile."""
-    nodes, left = 0, [schema]
+    nodes, left, states = 0, [schema], 1
     while left:
         node = left.pop()
+        if isinstance(node, dict):
+            states = math.lcm(states, _states(node.get("multipleOf")))
+            if states > _MOST_STATES:
+                raise ValueError(
+                    f"numbers of multipleOf in it have a common multiple above {_MOST_STATES}: simplify it"
+                )
         if isinstance(node, dict) and len(node) > _MOST_KEYS:
             raise ValueError(f"an object in it has {len(node)} keys, at most {_MOST_KEYS} are allowed: simplify it")
         if isinstance(node, dict | list):
@@ -136,6 +146,17 @@ def _check_size(schema: Any) -> None:
             left += node.values() if isinstance(node, dict) else node
         if nodes > _MOST_NODES:
             raise ValueError(f"it has more than {_MOST_NODES} keys and items: simplify it")
+
+
+def _states(multiple_of: Any) -> int:
+    """Return what of a number decides how many states its multiples take: it without the factors 2 and 5."""
+    if type(multiple_of) not in (int, float) or not 0 < multiple_of < math.inf:
+        return 1  # the library refuses it, if it is there
+    digits = int("".join(map(str, Decimal(str(multiple_of)).as_tuple().digits)))
+    for factor in (2, 5):
+        while digits % factor == 0:
+            digits //= factor
+    return digits
 
 
 def _with_stack(function: Callable[[], Result]) -> Result:

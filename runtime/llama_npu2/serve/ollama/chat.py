@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, Invalid, described, described_by, inside, list_of, one_of, string, whole
+from llama_npu2.schema import Check, described, described_by, inside, list_of, one_of, string, whole
 from llama_npu2.serve.answers import must_chat
 from llama_npu2.serve.conversation import Conversation, FieldNames, Turn
 from llama_npu2.serve.failures import RequestError
@@ -45,24 +45,11 @@ _calls = list_of(
     0,
     MOST_CALLS,
 )
-_SAYS = ("content", "thinking", "tool_calls")
-"""Fields of which a message of the assistant has at least one."""
-_spoken = closed({"role": string, "content": string}, {"images": _NO_IMAGES})
+# Ollama's own client leaves out a content that is empty.
+_spoken = closed({"role": string}, {"content": string, "images": _NO_IMAGES})
 _answered = closed(
     {"role": string}, {"content": string, "thinking": string, "tool_calls": _calls, "images": _NO_IMAGES}
 )
-
-
-def _describe_assistant() -> dict[str, Any]:
-    says = [{"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in _SAYS]
-    return {"allOf": [described_by(_answered), {"anyOf": says}]}
-
-
-@described(_describe_assistant)
-def _assistant(value: Any) -> None:
-    _answered(value)
-    if all(value.get(name) is None for name in _SAYS):
-        raise Invalid(value, "an object with content")
 
 
 _message = by(
@@ -70,10 +57,10 @@ _message = by(
     {
         "system": _spoken,
         "user": _spoken,
-        "assistant": _assistant,
+        "assistant": _answered,
         "tool": closed(
-            {"role": string, "content": string},
-            {"tool_name": string, "name": string, "tool_call_id": string, "images": _NO_IMAGES},
+            {"role": string},
+            {"content": string, "tool_name": string, "name": string, "tool_call_id": string, "images": _NO_IMAGES},
         ),
     },
     "other roles are not supported",
@@ -105,10 +92,8 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found, made = [], 0
     for at, message in enumerate(messages):
         taken = {name: value for name, value in message.items() if value is not None and name != "images"}
-        taken["role"] = taken["role"].lower()
+        taken = {"content": "", **taken, "role": taken["role"].lower()}
         calls = taken.pop("tool_calls", [])
-        if taken["role"] == "assistant":
-            taken = {"content": "", **taken}
         if calls:
             open_calls = []
             for call in calls:

@@ -23,12 +23,17 @@ _COMMON: Mapping[str, Check] = {"keep_alive": check_keep_alive, "options": close
 
 def fields(vocabulary: int) -> Fields:
     """Return the checks of a request to `/api/embed`."""
-    more: dict[str, Check] = {"dimensions": whole(0, 1 << 20), "truncate": only(False, "texts are not cut"), **_COMMON}
-    return Fields({"model": model_name, "input": or_list(string, list_of(word, 0, _MOST_INPUTS))}, more)
+    optional: dict[str, Check] = {
+        "input": or_list(string, list_of(word, 0, _MOST_INPUTS)),
+        "dimensions": whole(0, 1 << 20),
+        "truncate": only(False, "texts are not cut"),
+        **_COMMON,
+    }
+    return Fields({"model": model_name}, optional)
 
 
 def _fields_of_older(vocabulary: int) -> Fields:
-    return Fields({"model": model_name, "prompt": string}, _COMMON)
+    return Fields({"model": model_name}, {"prompt": string, **_COMMON})
 
 
 def _answering(
@@ -42,11 +47,11 @@ def _answering(
         shape: returns the answer to the fields of a request, with embeddings.
     """
 
-    @takes(fields, must_embed, lambda asked: bool(asked[name]))
+    @takes(fields, must_embed, lambda asked: bool(asked.get(name)))
     async def answer(request: Request, model: Model, asked: dict[str, Any]) -> Response:
         """Embed texts."""
         came = time.perf_counter_ns()
-        given, keep_alive = asked[name], keep_alive_of(asked)
+        given, keep_alive = asked.get(name), keep_alive_of(asked)
         texts: Sequence[str] = given if isinstance(given, list) else [given] if given else []
         if not texts and keep_alive == 0:
             request.app.models.expire(model)

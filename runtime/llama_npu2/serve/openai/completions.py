@@ -82,7 +82,7 @@ class _Completion:
         self._echoed: list[str] = []
         self._scores: list[list[Logprob]] = []
         """Log-probabilities of each prompt's tokens but its first one, where they are asked for."""
-        self._processed = 0
+        self._cached = 0
         """Tokens that were processed for them."""
         self._offsets = [0] * len(self.prompts) * self.n
         self._begun = [False] * len(self.prompts) * self.n
@@ -98,7 +98,7 @@ class _Completion:
             with closing(Readings(model, replies=0)) as readings:
                 self._scores = await readings.each(self.ids, partial(self._score, readings))
             self.replies.noted += readings.noted
-            self._processed = readings.processed
+            self._cached = readings.tokens - readings.processed
         if self._most:
             self.replies.start(self.ids, sampling(asked, self._most, asked.get("logprobs")), self.n)
 
@@ -113,10 +113,9 @@ class _Completion:
         return self._echoed[number // self.n] if self.asked.get("echo") else ""
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(map(len, self.ids))
-        counts = self.replies.usage(self.ids) if self._most else Usage(prompt, 0, 0)
+        counts = self.replies.usage(self.ids) if self._most else Usage(sum(map(len, self.ids)), 0, 0)
         # The replies find what the scores have left in the cache.
-        return usage(replace(counts, cached=prompt - self._processed) if self._scores else counts)
+        return usage(replace(counts, cached=self._cached) if self._scores else counts)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer once all replies have come. Raises RequestError."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_npu2.schema import Check, Invalid, anything, described, described_by, either, flag, list_of, one_of, string
+from llama_npu2.serve.body import loaded
 from llama_npu2.serve.failures import RequestError
 from llama_npu2.serve.fields import (
     MOST_CALLS,
@@ -55,7 +56,7 @@ def arguments(value: Any) -> None:
     """Check the arguments of a call: the text of a JSON object, or nothing."""
     string(value)
     try:
-        json_object(json.loads(value or "{}"))
+        json_object(loaded(value or "{}"))
     except (ValueError, RecursionError):
         raise Invalid(value, "the text of a JSON object") from None
 
