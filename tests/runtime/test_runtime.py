@@ -11,7 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,48 @@ def test_another_thread_is_refused_and_disturbs_nothing(llm: Llama) -> None:
             error = growing.exception()
             assert "another thread" in str(error) if error else growing.result() == alone
     assert llm.generate("Once", **asked).text == alone
+
+
+USES: dict[str, Callable[[Llama, Path], object]] = {
+    "prefill": lambda llm, _: llm.prefill([1, 2, 3]) if llm.position < 2000 else llm.reset(),
+    "decode": lambda llm, _: llm.decode(1) if llm.position < 2000 else llm.reset(),
+    "score": lambda llm, _: llm.score([1, 2, 3]),
+    "reset": lambda llm, _: llm.reset(),
+    "rewind": lambda llm, _: llm.rewind(1),
+    "engine": lambda llm, _: llm.engine().close(),
+    "save_context": lambda llm, path: llm.save_context(path / "context"),
+    "load_context": lambda llm, path: llm.load_context(path / "saved"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_no_use_of_a_model_disturbs_that_of_another_thread(llm: Llama, tmp_path: Path, use: str) -> None:
+    """Two threads in native code would crash."""
+    asked: dict[str, Any] = {"max_tokens": 200, "logit_bias": dict.fromkeys(llm.eos, -100.0)}
+    alone, refused = llm.generate("Once", **asked).text, 0
+    llm.save_context(tmp_path / "saved")
+    with ThreadPoolExecutor(1) as pool:
+        while not refused:
+            growing = pool.submit(lambda: llm.generate("Once", **asked).text)
+            while not growing.done():
+                try:
+                    USES[use](llm, tmp_path)
+                except UserError as error:
+                    assert "the model is at work in another thread" in str(error)
+                    refused += 1
+                time.sleep(0.001)  # else the other thread may never get the model
+            error = growing.exception()
+            assert re.search("another thread|an engine is open", str(error)) if error else growing.result() == alone
+
+
+def test_a_model_is_closed_once_another_thread_has_its_token(demo: Path) -> None:
+    for _ in range(20):
+        with load(demo) as llm, ThreadPoolExecutor(1) as pool:
+            growing = pool.submit(llm.generate("Once", max_tokens=500, logit_bias=dict.fromkeys(llm.eos, -100.0)).whole)
+            while not llm.position:
+                time.sleep(0.001)
+            llm.close()
+            assert "the model is closed" in str(growing.exception())
 
 
 def test_a_closed_model_says_so(demo: Path) -> None:

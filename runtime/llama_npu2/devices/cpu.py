@@ -6,8 +6,10 @@ import ctypes
 import mmap
 import os
 import struct
+import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -104,6 +106,8 @@ class CpuDevice:
         self.native_seconds = 0.0
         """Time spent in programs so far."""
         self.recorder: Recorder | None = None
+        self._running = defaultdict[int, threading.Lock](threading.Lock)
+        """Held while programs run, so that no other thread frees their memory. A forked process has its own."""
         self._laps = np.zeros((0, 0, 3), np.int64)
         self._in_order = Rows.of(0, 0, np.zeros(0, np.int32))
         library = open_library(host_library)
@@ -180,9 +184,10 @@ class CpuDevice:
         return self._in_order._replace(rows=rows, pos=pos)
 
     def run_native(self, calls: Any, count: int, dims: Any) -> None:
-        started = time.perf_counter()
-        self._native.team_run(self._team, calls, count, dims)
-        self.native_seconds += time.perf_counter() - started
+        with self._running[os.getpid()]:
+            started = time.perf_counter()
+            self._native.team_run(self._team, calls, count, dims)
+            self.native_seconds += time.perf_counter() - started
 
     def record(self, recorder: Recorder | None) -> None:
         if not hasattr(self._native, "team_laps"):
@@ -218,11 +223,12 @@ class CpuDevice:
         return float(measure(self._team, iterations))
 
     def close(self) -> None:
-        if self._workers:
-            self._end_threads()
-            self._workers = None
-            for loaded in self._loaded:  # at once: an engine is in cycles, which Python collects late
-                loaded.release()
+        with self._running[os.getpid()]:
+            if self._workers:
+                self._end_threads()
+                self._workers = None
+                for loaded in self._loaded:  # at once: an engine is in cycles, which Python collects late
+                    loaded.release()
 
 
 class CpuSubmission:

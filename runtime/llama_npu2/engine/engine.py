@@ -6,11 +6,13 @@ Knows phases by their kind and size and buffers by name; the manifest and the de
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import repeat
 from math import inf
 from operator import setitem
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -53,7 +55,7 @@ _HIDDEN = "final_normed"
 
 
 class Engine:
-    """One loaded model with one KV cache. Not thread-safe."""
+    """One loaded model with one KV cache. It is for one thread at a time: another one meanwhile gets a UserError."""
 
     def __init__(self, manifest: Manifest, threads: int = 0, second_copy: bool = False, kv_memory: int = 0) -> None:
         if not manifest.plans:
@@ -88,6 +90,8 @@ class Engine:
         """The tokens whose K and V the KV cache holds."""
         self._timed = Timer()
         self._traced = False
+        self._thread: dict[int, int] = {}
+        """The thread that has the context, by process: a forked one does not have the threads of its parent."""
 
     @property
     def description(self) -> str:
@@ -107,12 +111,35 @@ class Engine:
         return len(self._cached)
 
     def reset(self) -> None:
-        """Forget all tokens."""
-        self._cached.clear()
+        """Forget all tokens. Raises UserError while another thread has the context."""
+        self.rewind(0)
 
     def rewind(self, position: int) -> None:
-        """Forget the tokens from `position` on."""
+        """Forget the tokens from `position` on. Raises UserError while another thread has the context."""
+        with self._alone():
+            self._rewind(position)
+
+    def _rewind(self, position: int) -> None:
         del self._cached[position:]
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out of the context inside the `with` block, in which it changes. Raises UserError.
+
+        Blocks are not nested, because the inner one would let others in.
+        """
+        self._check_unserved()
+        # Ctrl-C may keep the block from ending. A lock would then refuse its own thread as well; a number lets it in.
+        thread = get_ident()
+        if self._thread.setdefault(os.getpid(), thread) != thread:
+            raise UserError("the model is at work in another thread: llm.engine() makes many replies at a time")
+        try:
+            yield
+        finally:
+            self._thread.clear()
+
+    def _check_unserved(self) -> None:
+        """Raise UserError while something else has the caches."""
 
     def buffer(self, name: str) -> Any:
         """Return the device's buffer of that name in the manifest."""
@@ -209,10 +236,15 @@ class Engine:
         Raises:
             UserError: if there are no tokens, or too many, or one is outside the vocabulary.
         """
-        ids = self._checked(token_ids)
-        for phase, part in self._cut(ids, chunks):
+        with self._alone():
+            self._prefill(token_ids, chunks)
+            return self._copied_logits()
+
+    def _prefill(self, token_ids: Sequence[int], chunks: Sequence[Chunk] = ()) -> np.ndarray:
+        """Append tokens; return the logits after the last one, which are valid until the next token."""
+        for phase, part in self._cut(self._checked(token_ids), chunks):
             self._run(phase, part)
-        return self._copied_logits()
+        return self._logits
 
     def decode(self, token_id: int, copy: bool = True) -> np.ndarray:
         """Append one token; return float32 logits `[vocab]` after it. Raises UserError.
@@ -221,9 +253,15 @@ class Engine:
             token_id: of the vocabulary.
             copy: whether the logits are the caller's. Else they are the engine's own, which the next token overwrites.
         """
+        with self._alone():
+            self._decode(token_id)
+            return self._copied_logits() if copy else self._logits
+
+    def _decode(self, token_id: int) -> np.ndarray:
+        """Append one token; return the logits after it, which are valid until the next token."""
         ids = self._checked([token_id])
         self._run(decode_phase(self.windows, self.position), ids)
-        return self._copied_logits() if copy else self._logits
+        return self._logits
 
     def _logits_after(self, ids: list[int]) -> np.ndarray:
         """Return float32 logits `[vocab]` after `ids`, whose beginning the KV cache may hold. Raises UserError.
@@ -231,7 +269,7 @@ class Engine:
         They are valid until the next token.
         """
         kept = self._keep(ids)
-        return self.decode(ids[-1], copy=False) if 0 < kept == len(ids) - 1 else self.prefill(ids[kept:])
+        return self._decode(ids[-1]) if 0 < kept == len(ids) - 1 else self._prefill(ids[kept:])
 
     def _hidden_after(self, ids: list[int]) -> np.ndarray:
         """Return the last norm's output after `ids`, `[hidden size]`. The LM head is not computed. Raises UserError."""
@@ -294,7 +332,7 @@ class Engine:
         cost = self._chunks.cost
         if self.buckets and 0 < kept < len(before) and cost(0, len(ids)) < cost(kept, len(ids)):
             kept = 0
-        self.rewind(kept)
+        self._rewind(kept)
         return kept
 
     def score(self, token_ids: Sequence[int], first: int = 1, top: int = 0) -> list[Logprob]:
@@ -316,10 +354,11 @@ class Engine:
         if not 0 < first < len(ids):
             raise UserError(f"score: first={first}: must be from 1 to {len(ids) - 1}, as there are {len(ids)} tokens")
         self._check_vocabulary(ids)
-        shared = common_prefix(self._cached, ids[: first - 1])
-        self.rewind(shared)
-        logits = self._logits_from(ids[shared:-1], first - 1 - shared)
-        return [Logprob.of(token, row, top) for token, row in zip(ids[first:], logits, strict=True)]
+        with self._alone():
+            shared = common_prefix(self._cached, ids[: first - 1])
+            self._rewind(shared)
+            logits = self._logits_from(ids[shared:-1], first - 1 - shared)
+            return [Logprob.of(token, row, top) for token, row in zip(ids[first:], logits, strict=True)]
 
     def _logits_from(self, token_ids: list[int], first: int) -> Iterator[np.ndarray]:
         """Append tokens; yield the logits after each from number `first` on.
@@ -362,7 +401,7 @@ class Engine:
         if self.buckets:
             text = self._cached + ids
             for chunk in chunks or self._chunks.cheapest(self.position, len(text)):
-                self.rewind(chunk.start)
+                self._rewind(chunk.start)
                 yield chunk.phase, text[chunk.start : chunk.end]
             return
         rows = len(self._tokens)

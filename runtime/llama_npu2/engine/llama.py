@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BLOCK_POSITIONS, Phase
+from llama_npu2.artifact.plan import BLOCK_POSITIONS
 from llama_npu2.engine import retrieval
 from llama_npu2.engine.batch.chances import Chances
 from llama_npu2.engine.batch.drafts import Drafts, Wanted
@@ -37,7 +35,6 @@ from llama_npu2.text.replies import Piece
 from llama_npu2.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llama_npu2.devices import Submission
     from llama_npu2.engine.serving import Serving
     from llama_npu2.text.grammars import Constraint, Grammars
 
@@ -73,8 +70,8 @@ def load(
 class Llama(Engine):
     """An engine with its tokenizer and chat template, which generates text.
 
-    It is for one thread at a time: another one that asks for a token meanwhile gets a UserError. `engine` makes many
-    replies at a time.
+    It is for one thread at a time: another one that uses it meanwhile gets a UserError. `engine` makes many replies at
+    a time.
     """
 
     speculate: bool
@@ -96,7 +93,6 @@ class Llama(Engine):
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
         self._serving: Serving | None = None
-        self._thread: dict[str, int] = {}
         try:
             self._drafting = Drafting(small, self) if small else None
         except BaseException:
@@ -239,7 +235,8 @@ class Llama(Engine):
         embedding = self.embedding(dimensions, instruction)
         texts = [texts] if isinstance(texts, str) else texts
         ids = [self._tokenised(embedding.text(text), special_tokens=True) for text in texts]
-        rows = [embedding.of(self._hidden_after(text)) for text in ids]
+        with self._alone():
+            rows = [embedding.of(self._hidden_after(text)) for text in ids]
         return np.stack(rows) if rows else np.empty((0, embedding.dimensions), np.float32)
 
     def embedding(self, dimensions: int = 0, instruction: str = "") -> retrieval.Embedding:
@@ -261,7 +258,9 @@ class Llama(Engine):
             UserError: if the model has no such prompt, or a document is too long.
         """
         relevance = retrieval.Relevance(self.tokenizer, query, instruction)
-        scores = [relevance.of(self._logits_after(relevance.prompt(document))) for document in documents]
+        prompts = [relevance.prompt(document) for document in documents]
+        with self._alone():
+            scores = [relevance.of(self._logits_after(prompt)) for prompt in prompts]
         return retrieval.ranked(scores, documents)
 
     def _check_prompt(self, prompt: Prompt) -> None:
@@ -315,10 +314,11 @@ class Llama(Engine):
         ids = self._encoded(prompt, raw, template)
         with self._alone():
             if not keep_context or logprobs is not None:
-                self.reset()
+                self._rewind(0)
             reused = self._keep(ids)
             if logprobs is None:
-                return _Prompt(ids, self._logits_after(ids).copy(), started, reused)
+                logits = self._timed("host", "copy logits", self._logits_after(ids).copy)
+                return _Prompt(ids, logits, started, reused)
             rows = self._logits_from(ids, 0)
             prompt_logprobs = [Logprob.of(token, next(rows), logprobs) for token in ids[1:]]
             return _Prompt(ids, next(rows).copy(), started, reused, prompt_logprobs)
@@ -395,19 +395,6 @@ class Llama(Engine):
         self._pace.note(len(logits), len(logits), time.perf_counter() - started)
         return drafted, logits
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other threads out of the context inside the `with` block, in which it changes. Raises UserError."""
-        self._check_unserved()
-        # Ctrl-C may keep the block from ending. A lock would then refuse its own thread as well; a number lets it in.
-        thread = get_ident()
-        if self._thread.setdefault("at work", thread) != thread:
-            raise UserError("the model is at work in another thread: llm.engine() makes many replies at a time")
-        try:
-            yield
-        finally:
-            self._thread.clear()
-
     def _drafts_checked(self, ids: list[int], drafted: list[int]) -> np.ndarray:
         """Append the last of `ids` and the drafts to the context; return the logits after each, `[1 + drafts, vocab]`.
 
@@ -438,30 +425,31 @@ class Llama(Engine):
         Raises:
             UserError: if one is open already.
         """
-        self._check_unserved()
         from llama_npu2.engine.batch.scheduler import Scheduler  # for engines alone: asyncio takes 50 ms
         from llama_npu2.engine.serving import Serving
 
-        self.reset()
-        turns = None if self.holds_many else self.turns
-        steps = turns or self.steps
-        model = self._drafting.model if self._drafting else None
-        work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, self.context_length, speculate, model=model, turns=turns)
-        key = self._context_key if self.holds_many else None
-        self._serving = Serving(work, self._asked, self._checked, key, self._unserved)
-        return self._serving
+        with self._alone():
+            self._rewind(0)
+            turns = None if self.holds_many else self.turns
+            steps = turns or self.steps
+            rows, context = steps.rows, self.context_length
+            model = self._drafting.model if self._drafting else None
+            work = Scheduler(steps, BLOCK_POSITIONS, rows, context, speculate, model=model, turns=turns)
+            key = self._context_key if self.holds_many else None
+            self._serving = Serving(work, self._asked, self._checked, key, self._unserved)
+            return self._serving
 
     def save_context(self, path: str | Path) -> int:
         """Write the tokens in the KV cache, with it, to a file that its owner alone can read; return their number.
 
         Raises UserError if there are none, the file cannot be written, or as `engine`.
         """
-        self._check_unserved()
-        if not self._cached:
-            raise UserError(f"{path}: the KV cache is empty: process a prompt first")
-        blocks = range(-(-self.position // BLOCK_POSITIONS))
-        write_context(Path(path), self._context_key, self._cached, map(self.steps.read_block, blocks))
-        return self.position
+        with self._alone():
+            if not self._cached:
+                raise UserError(f"{path}: the KV cache is empty: process a prompt first")
+            blocks = range(-(-self.position // BLOCK_POSITIONS))
+            write_context(Path(path), self._context_key, self._cached, map(self.steps.read_block, blocks))
+            return self.position
 
     def load_context(self, path: str | Path) -> int:
         """Fill the KV cache with what `save_context` wrote; return the number of tokens.
@@ -473,11 +461,12 @@ class Llama(Engine):
         steps, size = self.steps, len(self.steps.read_block(0))
         ids, blocks = read_context(Path(path), self._context_key, size, BLOCK_POSITIONS, self.context_length)
         self._check_vocabulary(ids)
-        self.reset()
-        for block, content in enumerate(blocks):
-            steps.write_block(block, content)
-        self._cached += ids
-        return self.position
+        with self._alone():
+            self._rewind(0)
+            for block, content in enumerate(blocks):
+                steps.write_block(block, content)
+            self._cached += ids
+            return self.position
 
     @property
     def _context_key(self) -> dict[str, Any]:
@@ -502,10 +491,6 @@ class Llama(Engine):
         ids = self._encoded(prompt, raw, template)
         self._check_vocabulary(ids)
         return self._generation(Asked(ids, options, number, started), Completion())
-
-    def _run(self, phase: Phase, ids: list[int], calls: Submission | None = None) -> None:
-        self._check_unserved()
-        super()._run(phase, ids, calls)
 
     def _check_unserved(self) -> None:
         """Raise UserError while an engine is open, which has the caches."""
