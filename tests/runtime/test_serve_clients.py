@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import numpy as np
 import openai
 import pydantic
@@ -33,6 +35,55 @@ class get_weather(pydantic.BaseModel):
 
     city: Literal["Paris", "Rome"]
     unit: str = "°C"
+
+
+# OpenAI and Anthropic: a reply goes back as the object of the client, as a dict, and with all fields, many of them null
+
+DUMPS: dict[str, Callable[[pydantic.BaseModel], Any]] = {
+    "object": lambda made: made,
+    "dict": lambda made: made.to_dict(),  # type: ignore[attr-defined]
+    "all fields": pydantic.BaseModel.model_dump,
+}
+PARAMETERS = get_weather.model_json_schema()
+
+
+@pytest.mark.parametrize("dump", DUMPS.values(), ids=DUMPS)
+def test_a_message_goes_back_as_it_came(calling: Server, dump: Callable[[pydantic.BaseModel], Any]) -> None:
+    client = openai.OpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0)
+    tool: Any = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+    said: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
+    made = client.chat.completions.create(model="caller", messages=said, tools=[tool], max_tokens=60).choices[0].message
+    assert made.tool_calls
+    said += [dump(made), {"role": "tool", "tool_call_id": made.tool_calls[0].id, "content": "sun"}]
+    made = client.chat.completions.create(model="caller", messages=said, tools=[tool], max_tokens=60).choices[0].message
+    assert made.content == ANSWER
+    # OpenAI's own servers send a list of annotations with every message.
+    said += [dump(made.model_copy(update={"annotations": []})), said[0]]
+    assert client.chat.completions.create(model="caller", messages=said, tools=[tool], max_tokens=60).choices
+
+
+@pytest.mark.parametrize("dump", DUMPS.values(), ids=DUMPS)
+def test_items_and_blocks_go_back_as_they_came(calling: Server, dump: Callable[[pydantic.BaseModel], Any]) -> None:
+    client = openai.OpenAI(base_url=f"{calling.url}/v1", api_key="none", max_retries=0)
+    tool: Any = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
+    said: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
+    made = client.responses.create(model="caller", input=said, tools=[tool], max_output_tokens=60)
+    (call,) = (item for item in made.output if item.type == "function_call")
+    said += [*map(dump, made.output), {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}]
+    made = client.responses.create(model="caller", input=said, tools=[tool], max_output_tokens=60)
+    assert made.output_text == ANSWER
+    said += [*map(dump, made.output), said[0]]
+    assert client.responses.create(model="caller", input=said, tools=[tool], max_output_tokens=60).output
+
+    other = anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0)
+    block: Any = {"name": "get_weather", "input_schema": PARAMETERS}
+    turns: list[Any] = [said[0]]
+    answer = other.messages.create(model="caller", messages=turns, tools=[block], max_tokens=60)
+    (use,) = (part for part in answer.content if part.type == "tool_use")
+    turns += [{"role": "assistant", "content": [*map(dump, answer.content)]}]
+    turns += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "sun"}]}]
+    answer = other.messages.create(model="caller", messages=turns, tools=[block], max_tokens=60)
+    assert "".join(part.text for part in answer.content if part.type == "text") == ANSWER
 
 
 # LangChain

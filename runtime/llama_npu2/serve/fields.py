@@ -91,7 +91,7 @@ def closed(required: Mapping[str, Check], optional: Mapping[str, Check], rules: 
         for name, item in value.items():
             if name in required or (name in optional and item is not None):
                 inside(name, {**optional, **required}[name], item)
-            elif name not in optional:
+            elif name not in optional and item is not None:  # clients that write a reply back fill in what they know
                 close = closest(name, known)
                 inside(name, left_out("there is no such field" + (f", did you mean {close}?" if close else "")), item)
         for name in required:

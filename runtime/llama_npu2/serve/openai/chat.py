@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from llama_npu2.schema import Check, described, described_by, flag, list_of, one_of, string, text, whole
+from llama_npu2.schema import Check, anything, described, described_by, flag, list_of, one_of, string, text, whole
 from llama_npu2.serve.answers import answering
 from llama_npu2.serve.conversation import THINKS, Conversation, End, FieldNames, Turn
 from llama_npu2.serve.events import event
@@ -80,6 +80,7 @@ _spoken = closed({"role": string, "content": _content}, {"name": string})
 _of_assistant: dict[str, Check] = {
     "name": string,
     "reasoning_content": string,
+    "annotations": anything,
     "refusal": left_out("refusals are not supported"),
     "audio": left_out("audio is not supported"),
     "function_call": left_out("it is tool_calls now"),
