@@ -375,25 +375,19 @@ def routed(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, lis
     return logits, routers
 
 
-def theirs(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the logits of `routed`, and where it is sure which experts a row takes."""
-    logits, routers = routed(directory, ids, dtype)
+def theirs(directory: Path, ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns transformers' logits in f32 and in bf16, and in which rows it is sure which experts they take."""
+    (exact, routers), (rounded, routers_of_rounded) = (
+        routed(directory, ids, t) for t in (torch.float32, torch.bfloat16)
+    )
     sure = np.ones(len(ids), bool)
-    for scores, top in routers:
+    for (scores, top), (others, _) in zip(routers, routers_of_rounded, strict=True):
         ordered = -np.sort(-scores, axis=-1)
         if top < ordered.shape[1]:
             sure &= ordered[:, top - 1] - ordered[:, top] > SURE
-    return logits, sure
-
-
-def same_experts(directory: Path, ids: list[int]) -> np.ndarray:
-    """Returns which rows take the same experts in bf16 as in f32."""
-    same = np.ones(len(ids), bool)
-    runs = (routed(directory, ids, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
-    for (exact, top), (rounded, _) in zip(*runs, strict=True):
-        taken = [np.sort(np.argsort(-scores, axis=-1)[:, :top], axis=-1) for scores in (exact, rounded)]
-        same &= (taken[0] == taken[1]).all(axis=-1)
-    return same
+        taken = [np.sort(np.argsort(-each, axis=-1)[:, :top], axis=-1) for each in (scores, others)]
+        sure &= (taken[0] == taken[1]).all(axis=-1)
+    return exact, rounded, sure
 
 
 def error(logits: np.ndarray, exact: np.ndarray) -> float:
@@ -464,9 +458,7 @@ def test_references(family: str, tmp_path: Path) -> None:
     """What a family is as data, computed by the kernels' references: no further from the f32 model than transformers'
     own run in bf16, after a prompt and two tokens."""
     case = usual(family, USUAL[family], tmp_path)
-    (exact, sure), (rounded, _) = (
-        theirs(case.checkpoint, case.ids, dtype) for dtype in (torch.float32, torch.bfloat16)
-    )
+    exact, rounded, sure = theirs(case.checkpoint, case.ids)
     places = np.arange(297, 300)
     assert sure[places].any()
     ours = np.array(numpy_logits(case.opened, case.ids[:300], 2))
@@ -483,7 +475,7 @@ def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None
     """
     case = usual(family, seed, tmp_path)
     rng, checkpoint, ids, context, opened = case.rng, case.checkpoint, case.ids, case.context, case.opened
-    (exact, sure), (rounded, _) = (theirs(checkpoint, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded, sure = theirs(checkpoint, ids)
     layer_by_layer = next(transformers_model.logits(opened, opened.tensor, [ids]))
     np.testing.assert_allclose(layer_by_layer, exact, atol=1e-5 * np.abs(exact).max())
     first, second, end = sorted(rng.choice(np.arange(1, 300), 3, replace=False).tolist())
@@ -511,7 +503,8 @@ def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None
             begin = max(end - REFERENCES, 0)
             last = np.arange(begin, end + 1)[sure[begin : end + 1]]
             computed = np.array(numpy_logits(opened, ids[: end + 1], end - begin))[last - begin]
-            assert not len(last) or error(computed, exact[last]) <= 1.5 * least
+            # A row may read one behind which experts differ: then transformers' is as far off.
+            assert not len(last) or error(computed, exact[last]) <= 1.5 * max(least, error(rounded[last], exact[last]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,7 @@ from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.proof.comparison import gguf_file, peers
 from tests.conftest import build, needs_llama_cpp
-from tests.kernels.test_families import FAMILIES, Raw, error, same_experts, theirs, torch, write
+from tests.kernels.test_families import FAMILIES, Raw, error, theirs, write
 from tests.support.quantised_files import with_tokenizer
 
 pytestmark = needs_llama_cpp
@@ -100,7 +100,7 @@ def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
     for name in before.held:
         np.testing.assert_array_equal(stored(name).astype(bfloat16), before.tensor(name))
     ids = np.random.default_rng(seed).integers(0, before.config.vocab, 200).tolist()
-    (exact, sure), (rounded, _) = (theirs(directory, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded, sure = theirs(directory, ids)
     llama_cpp, places = peers.LlamaCpp(file, 2, 256, peers.SAFELY), np.array([149, *range(190, 200)])
     logits = [llama_cpp.step(ids[:150]), llama_cpp.step(ids[150:191])]
     logits += [llama_cpp.step([token]) for token in ids[191:]]
@@ -126,7 +126,7 @@ def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: P
     f16 = tmp_path / f"{family}-f16.gguf"
     gguf_file.quantise_gguf(file, f16, "F16")
     ids = np.random.default_rng(0).integers(0, config.vocab, 150).tolist()
-    least = error(*(theirs(directory, ids, dtype)[0][100:] for dtype in (torch.bfloat16, torch.float32)))
+    least = error(*(logits[100:] for logits in theirs(directory, ids)[:2]))
     llama_cpp = peers.LlamaCpp(f16, 2, config.max_seq, peers.SAFELY)
     context = {"context": config.max_seq} if config.decoder.short_context else {}
     with contextlib.closing(load(build(f16, artifacts, **context), 2)) as llm:
@@ -134,7 +134,7 @@ def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: P
         while len(pairs) < TOKENS:
             ids.append(int(pairs[-1][1].argmax()))
             pairs.append((llm.decode(ids[-1]), llama_cpp.step([ids[-1]])))
-    sure = theirs(directory, ids, torch.float32)[1] & same_experts(directory, ids)
+    *_, sure = theirs(directory, ids)
     judged = [pair for pair, known in zip(pairs, sure[-TOKENS:], strict=True) if known]
     assert judged
     for ours, other in judged:

@@ -21,7 +21,7 @@ from stages.model.config import Config
 from stages.model.decoder import Attention, FeedForward, Layer, Norm
 from stages.model.families import parse_config
 from tests.conftest import build
-from tests.kernels.test_families import error, numpy_logits, theirs, torch, write
+from tests.kernels.test_families import error, numpy_logits, theirs, write
 
 pytestmark = pytest.mark.verify
 
@@ -102,9 +102,7 @@ def test_mistakes_in_gemma(tmp_path: Path) -> None:
     """What is described is right within the usual bound; each mistake is not."""
     write(tmp_path / "gemma", "gemma3_text", GEMMA, 3)
     ids = np.random.default_rng(3).integers(0, 300, 60).tolist()
-    exact, rounded = (
-        theirs(tmp_path / "gemma", ids, dtype)[0][[57, 58, 59]] for dtype in (torch.float32, torch.bfloat16)
-    )
+    exact, rounded = (logits[[57, 58, 59]] for logits in theirs(tmp_path / "gemma", ids)[:2])
     most = 1.5 * error(rounded, exact)
     right = Checkpoint.open(tmp_path / "gemma")
     assert error(numpy_logits(right, ids, 2), exact) <= most
@@ -232,9 +230,7 @@ def test_mistakes_in_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tensors[name] = (factor * tensors[name].astype(np.float32)).astype(bfloat16)
     save_file(tensors, file, {"format": "pt"})
     ids = np.random.default_rng(4).integers(0, 300, 60).tolist()
-    (exact, sure), (rounded, _) = (
-        theirs(tmp_path / "gpt-oss", ids, dtype) for dtype in (torch.float32, torch.bfloat16)
-    )
+    exact, rounded, sure = theirs(tmp_path / "gpt-oss", ids)
     last = [57, 58, 59]
     assert sure[last].all()
     most, right = 1.5 * error(rounded[last], exact[last]), Checkpoint.open(tmp_path / "gpt-oss")
@@ -259,7 +255,7 @@ def test_shares_of_qwens_experts(normed: bool, tmp_path: Path) -> None:
     raw |= {"num_experts": 5, "moe_intermediate_size": 48, "norm_topk_prob": normed, "rope_theta": 1e6}
     write(tmp_path / "qwen", "qwen3_moe", raw, 5)
     ids = np.random.default_rng(5).integers(0, 300, 60).tolist()
-    (exact, sure), (rounded, _) = (theirs(tmp_path / "qwen", ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded, sure = theirs(tmp_path / "qwen", ids)
     last = [57, 58, 59]
     assert sure[last].all()
     most, right = 1.5 * error(rounded[last], exact[last]), Checkpoint.open(tmp_path / "qwen")
@@ -299,14 +295,13 @@ def test_edges_of_a_window(width: int, kv: str, most: float, tmp_path: Path, art
     raw = {name: GEMMA[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")}
     raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 32}
     ids = np.random.default_rng(width).integers(0, 300, 150).tolist()
-    exact: dict[int, np.ndarray] = {}
+    exact, rounded = dict[int, np.ndarray](), dict[int, np.ndarray]()
     for sees in (width, width - 1, width + 1):
         write(tmp_path / str(sees), "mistral", raw | {"sliding_window": sees, "eos_token_id": 2}, 5)
-        exact[sees], _ = theirs(tmp_path / str(sees), ids, torch.float32)
-    rounded, _ = theirs(tmp_path / str(width), ids, torch.bfloat16)
+        exact[sees], rounded[sees], _ = theirs(tmp_path / str(sees), ids)
     llm = load(build(tmp_path / str(width), artifacts, kv=kv))
     tokens = [llm.decode(token) for token in ids]
-    bound = most * error(rounded, exact[width])
+    bound = most * error(rounded[width], exact[width])
     assert error(tokens, exact[width]) <= bound
     off = {sees: np.sqrt(np.mean((np.asarray(tokens) - exact[sees]) ** 2, axis=-1)) for sees in exact}
     # The first row that another window changes, and all behind it. One key of 130 is within the bound.

@@ -224,7 +224,7 @@ def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Return for each layer the fields of a model that has only this one (`Family.of_layers`, `Family.alone`)."""
     _, config = _described(checkpoint)
     family, count = families.of(checkpoint.config), checkpoint.config.layers
-    lists = [getattr(config, field, None) or [None] * count for field in family.of_layers]
+    lists = [(getattr(config, field, None) or [None] * count)[:count] for field in family.of_layers]
     fields = [
         {f: [value] for f, value in zip(family.of_layers, kind, strict=True) if value is not None}
         for kind in zip(*lists, strict=True)
