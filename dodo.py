@@ -11,6 +11,7 @@ doit why [STEP]                           what is stale, and what changed
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from stages.engine.streams import end_with_readers
 gc.freeze()
 gc.enable()
 end_with_readers()
+if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as it was before modules were loaded
 
 
 def task_command():

@@ -184,6 +184,9 @@ def _run(given: list[str], artifacts: str | None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except PermissionError as error:
+        print(f"error: {errors.unreadable(error)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -209,7 +212,7 @@ def run(options: argparse.Namespace, sampling: Sampling, running: Running) -> in
 def _prompt(options: argparse.Namespace) -> str:
     """Return the prompt of the command line, of a file or of standard input. Raises UserError."""
     if options.prompt is not None and options.prompt_file:
-        raise UserError("two prompts: give a text or --prompt-file, not both")
+        raise UserError("two prompts: give a text or a file, not both")
     if options.prompt_file:
         try:
             return Path(options.prompt_file).read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ In a checkout of llama-npu2 they are those of its `stages.commands.verbs`; every
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,9 @@ def __getattr__(name: str) -> Any:
         for loaded in [module for module in sys.modules if module.partition(".")[0] == "llama_npu2"]:
             del sys.modules[loaded]
     sys.path[:0] = [str(root), str(root / "runtime")]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Ctrl-C while modules load would show a traceback of them; `dodo.py` sets the handler again.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # while modules load it takes a tenth of the time and finds nothing; `dodo.py` enables it
     if name == "Run":
         import_module("llama_npu2.ending")

@@ -62,6 +62,11 @@ def unwritable(error: OSError) -> str:
     return f"the output cannot be written: {error.strerror}: make room, or write it elsewhere"
 
 
+def unreadable(error: PermissionError) -> str:
+    """Return the message for a file that this user may not use."""
+    return f"{error.filename}: {error.strerror}: choose a place that you may use, or have it opened for you"
+
+
 def reason(error: OSError | UnicodeDecodeError) -> str:
     """Return why a text file cannot be read, without its name, which the message says already."""
     return error.strerror or "no reason is known" if isinstance(error, OSError) else "it is not text in UTF-8"

@@ -75,7 +75,7 @@ def removed(build: Build, chosen: Sequence[ArtifactDirectory], dry: bool) -> Ite
             continue
         lock = directory.lock
         if not lock.try_acquire():
-            raise UserError(f"{name} is being built: try again when that is done")
+            raise UserError(f"{name} cannot be removed: {lock.refused}: try again when that is over")
         try:
             delete(build.artifacts, [directory.path])
         finally:

@@ -15,7 +15,7 @@ from typing import Any
 from doit import doit_cmd
 from doit.exceptions import TaskFailed
 
-from llama_npu2.errors import UserError, closest
+from llama_npu2.errors import UserError, closest, unreadable
 from stages.commands.words import GENERATE, WITH_NAMES, command_line, commands_of
 from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, FIRST, NAMES, command_task, doit_task
 from stages.graph import Build
@@ -41,10 +41,12 @@ def _probes_of(build: Build) -> Any:
 
 def _check_known(words: Sequence[str]) -> None:
     """Check that words of the command line name commands, steps or what steps write. Raises UserError."""
+    if misplaced := [word for word in words if word[0] == "-"]:
+        raise UserError(f"{misplaced[0]}: options of doit stand before the command, as in doit -n 4 compile")
     groups = ["calibration", "probe", *(name.partition(":")[0] for name in _steps)]
     known = [*COMMANDS, GENERATE, *groups, *_steps]
     for word in words:
-        if word not in known and word[0] != "-" and not {*"*?./"} & {*word}:
+        if word not in known and not {*"*?./"} & {*word}:
             close = closest(word, known)
             hint = f"did you mean {close}?" if close else "doit list shows both"
             raise UserError(f"{word} is neither a command nor a step: {hint}")
@@ -55,7 +57,15 @@ try:
     _verb, _words = command_line(sys.argv[1:]) if doit_cmd._CMDLINE_VARS is not None else ("list", [])
     _commands = commands_of(_verb, _words)
     _portable = bool(_PORTABLE & {*_commands})
-    _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}, _commands), _portable)
+    _given = doit_cmd._CMDLINE_VARS or {}
+    try:
+        _options = parse_options(_given, _commands)
+    except UserError:
+        if _verb == "run":  # a misspelt command takes no variables: that is what is wrong then
+            _steps = Build(parse_options(_given), _portable).steps
+            _check_known(_words)
+        raise
+    _build = Build(_options, _portable)
     _any = _STEPLESS & {*_commands} and not _build.options.weights
     _wired = Build(replace(_build.options, weights="bf16"), _portable) if _any else _build
     _probes: Any = _probes_of(_wired) if _wired.target.kernel_set != HOST_SET else None
@@ -65,9 +75,9 @@ try:
         DOIT_CONFIG["num_process"] = import_module("stages.sharing.fleet").IN_FLIGHT
     if _verb == "run" and not WITH_NAMES & {*_words[:1]}:
         _check_known(_words)
-except UserError as error:
+except (UserError, PermissionError) as error:
     # doit would print it in words of its own.
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {error if isinstance(error, UserError) else unreadable(error)}", file=sys.stderr)
     raise SystemExit(3) from None
 
 

@@ -17,8 +17,9 @@ from doit.cmdparse import CmdParseError
 from doit.exceptions import InvalidCommand, InvalidDodoFile, InvalidTask
 
 from llama_npu2 import ending
+from llama_npu2.errors import UserError, reason, suggestion
 from llama_npu2.options import Option
-from stages.commands.words import GENERATE, command_line, commands_of
+from stages.commands.words import GENERATE, command_line, commands_of, without_run
 from stages.engine.streams import end_with_readers
 from stages.graph.options import COMMANDS, GROUPS, sections
 
@@ -70,6 +71,11 @@ class Help(cmd_help.Help):
 
     def execute(self, params: Mapping[str, Any], args: list[str]) -> int:
         if args and not all(name in COMMANDS for name in args):
+            if unknown := [name for name in args if not {name} & {*COMMANDS, *self.cmds, "task"}]:
+                print(
+                    f"error: there is no command {unknown[0]}: {suggestion(unknown[0], [*COMMANDS])}", file=sys.stderr
+                )
+                return 3
             return int(super().execute(params, args))
         end_with_readers()  # no dodo.py was loaded, which does that for other words
         print("\n\n".join(map(command_help, args)) or overview())
@@ -86,7 +92,10 @@ class _Word(Command):
             print(self.shown_help(words))
             return 0
         try:
-            return int(super().parse_execute(in_args))
+            return int(super().parse_execute(in_args) or 0)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 3
         except (CmdParseError, InvalidCommand, InvalidDodoFile, InvalidTask) as error:
             # doit's parser shows its options as Python objects.
             problem = str(error).partition(" (parsing options")[0].removeprefix("error: ").replace("\n", " ")
@@ -104,7 +113,7 @@ class Run(_Word, cmd_run.Run):
     name = "run"
 
     def parse_execute(self, in_args: list[str]) -> int:
-        status = super().parse_execute(in_args)
+        status = super().parse_execute(without_run(in_args))
         return ending.at_once(status) if _is_program() else status
 
     def shown_help(self, words: Sequence[str]) -> str:
@@ -121,11 +130,32 @@ class Clean(_Word, cmd_clean.Clean):
 
     name = "clean"
 
+    def clean_tasks(self, tasks: Iterable[Any], dryrun: bool, cleanforget: bool) -> None:
+        # doit's own shows actions as Python objects, and goes on after one that failed.
+        for task in {task.name: task for task in tasks}.values():
+            for action in task.clean_actions:
+                try:
+                    removed = action.py_callable(dryrun)
+                except OSError as error:
+                    raise UserError(f"{task.name} cannot be removed: {error.filename}: {reason(error)}") from None
+                if removed:
+                    print(f"{task.name}: {'would remove' if dryrun else 'removed'} {removed}", file=self.outstream)
+            if cleanforget and not dryrun:
+                self.dep_manager.remove(task.name)
+        self.dep_manager.close()
+
 
 class Info(_Word, cmd_info.Info):
     """`doit info STEP`: a step in detail."""
 
     name = "info"
+
+    def _execute(self, pos_args: Sequence[str], hide_status: bool = False) -> int:
+        # doit takes the names of the options from the names of the arguments.
+        names = [task.name for task in self.task_list]
+        if unknown := [name for name in pos_args if name not in names]:
+            raise UserError(f"there is no step {unknown[0]}: {suggestion(unknown[0], names)}")
+        return int(super()._execute(pos_args, hide_status))
 
 
 class List(_Word, cmd_list.List):

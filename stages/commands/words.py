@@ -16,6 +16,7 @@ GENERATE = "generate"
 WITH_NAMES = {"why", "fleet"}
 """Commands that take names: of steps, or of a file."""
 
+_OPTIONS = (*DoitCmdBase.base_options, *DodoTaskLoader.cmd_options, *Run.cmd_options)
 _VERBS = {verb.get_name() for verb in DoitMain.DOIT_CMDS}
 
 
@@ -25,8 +26,16 @@ def command_line(arguments: Sequence[str]) -> tuple[str, list[str]]:
     rest = _without_options(words, DodoTaskLoader.cmd_options)
     if rest[:1] and rest[0] in _VERBS - {"run"}:
         return rest[0], [word for word in rest[1:] if word[0] != "-"]
-    rest = rest[1:] if rest[:1] == ["run"] else words
-    return "run", _without_options(rest, (*DoitCmdBase.base_options, *DodoTaskLoader.cmd_options, *Run.cmd_options))
+    return "run", _without_options(without_run(words), _OPTIONS)
+
+
+def without_run(arguments: Sequence[str]) -> list[str]:
+    """Return arguments without doit's verb `run`, before which doit itself takes no options."""
+    words = [argument for argument in arguments if argument[:1] == "-" or "=" not in argument]
+    if _without_options(words, _OPTIONS)[:1] != ["run"]:
+        return [*arguments]
+    at = [*arguments].index("run")
+    return [*arguments[:at], *arguments[at + 1 :]]
 
 
 def _without_options(words: list[str], known: Sequence[dict[str, object]]) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import filelock
 
+from llama_npu2.errors import reason
 from stages.engine.progress import waiting
 from stages.engine.tree import Linked, Tree
 
@@ -21,6 +22,8 @@ class ProcessLock:
         self._lock = filelock.FileLock(path)
         self.held = False
         """Whether this process holds it. Its threads and forks, which run steps for it, see that as well."""
+        self.refused = ""
+        """Why `try_acquire` did not acquire it."""
 
     def acquire(self) -> None:
         """Wait for the lock; return at once if this process holds it. Raises UserError if the lock file is a link."""
@@ -39,12 +42,19 @@ class ProcessLock:
             pass  # a directory that cannot be written needs no lock; a step that has to write will say so
 
     def try_acquire(self) -> bool:
-        """Acquire the lock without waiting; return whether this process holds it now."""
+        """Acquire the lock without waiting; return whether this process holds it now. Else `refused` says why not."""
+        self.refused = "another process builds it"
         try:
             self._make_directory()
             self._lock.acquire(blocking=False)
             self.held = True
-        except (filelock.Timeout, OSError, Linked):
+        except filelock.Timeout:
+            return False
+        except OSError as error:
+            self.refused = reason(error)
+            return False
+        except Linked as error:
+            self.refused = str(error)
             return False
         return True
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from doit.exceptions import TaskFailed
@@ -196,7 +196,7 @@ class Step:
             where = self.project.directory
             raise UserError(
                 f"{self.name} in {where} {FOREIGN.text}: doit trust key={where} takes the directory as it is, "
-                "doit clean removes it"
+                "doit clean removes it, artifacts= builds elsewhere"
             )
         key, shared, started = self._key(None), self.project.shared, time.monotonic()
         before = {p: self._digest(p) for p in self.inputs}
@@ -227,10 +227,20 @@ class Step:
         with self.project.at_once:
             return self.action(work) or ()
 
-    def clean(self) -> None:
-        """Remove the outputs and the receipt."""
-        labels = (self.receipt() or {"outputs": {}})["outputs"]
-        for label in (*labels, *(BESIDE if MANIFEST.as_posix() in labels else ())):
-            with contextlib.suppress(UserError):
-                self.project.tree.remove_file(label)
-        self.project.tree.remove_file(self.project.label(self.receipt_path))
+    def clean(self, dryrun: bool = False) -> str:
+        """Remove the outputs and the receipt, but with `dryrun`; return which in words, empty for none.
+
+        Raises OSError for a file that cannot be removed.
+        """
+        labels = [*(self.receipt() or {"outputs": {}})["outputs"]]
+        if not dryrun:
+            for label in (*labels, *(BESIDE if MANIFEST.as_posix() in labels else ())):
+                with contextlib.suppress(UserError):  # where a link lies on the way, the file is not ours
+                    self._remove(label)
+            self._remove(self.project.label(self.receipt_path))
+        return f"{labels[0]}{f' and {len(labels) - 1} more' * (len(labels) > 1)}" if labels else ""
+
+    def _remove(self, label: str | PurePath) -> None:
+        """Remove a file, and the directories that are empty without it. Raises UserError, OSError."""
+        self.project.tree.remove_file(label)
+        self.project.tree.remove_empty(PurePath(label).parent)

@@ -141,7 +141,11 @@ def main(arguments: list[str]) -> int:
     options.add_argument("settings", nargs="*", metavar="seconds=600 seed=0 first=0 count=N")
     given = options.parse_args(arguments)
     values = {"seconds": 600, "seed": 0, "first": 0, "count": 1 << 31}
-    values |= {name: int(value) for name, _, value in (text.partition("=") for text in given.settings)}
+    for text in given.settings:
+        name, _, value = text.partition("=")
+        if name not in values or not value.isdecimal():
+            options.error(f"{text}: must be one of {', '.join(values)}, = and a whole number")
+        values[name] = int(value)
     chosen = (values[name] for name in ("seed", "first", "count", "seconds"))
     try:
         parser = PARSERS[given.parser]

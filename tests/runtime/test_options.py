@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -84,6 +85,8 @@ def test_one_of_several_commands_may_take_a_variable() -> None:
         ("bench elf", ["bench", "compile"]),
         ("why fit", ["why"]),
         ("list --all", ["compile"]),
+        ("-n 2 run", ["run"]),
+        ("-a -v 1 run compile", ["compile"]),
         ("-f dodo.py info bench", ["bench", "compile"]),
         ("clean", ["compile"]),
         ("-n 2 model=x du", ["du"]),
@@ -139,6 +142,49 @@ def test_errors_of_doit_are_one_line(installed: dict[str, str]) -> None:
         assert run.returncode == 3 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rnu prompt=hi", "rnu is neither a command nor a step: did you mean run?"),
+        ("compile prompt=hi", "prompt= is for doit run,"),
+        ("compile -v 1", "-v: options of doit stand before the command, as in doit -n 4 compile"),
+        ("info elf:hots", "there is no step elf:hots: did you mean elf:host?"),
+        ("help rnu", "there is no command rnu: did you mean run?"),
+    ],
+)
+def test_a_mistake_with_a_word_says_which(line: str, message: str, installed: dict[str, str]) -> None:
+    run = doit(*line.split(), env=installed)
+    assert run.returncode == 3 and run.stderr.startswith(f"error: {message}") and run.stderr.count("\n") == 1
+
+
+def test_clean_removes_what_was_built_and_says_so(demo: Path, installed: dict[str, str], tmp_path: Path) -> None:
+    directory = shutil.copytree(demo, tmp_path / "demo/cpu", symlinks=True)
+    before = {path for path in directory.rglob("*") if path.is_file()}
+    run = doit("-n", 1, "run", f"artifacts={tmp_path}", "prompt=The capital of France is", env=installed)
+    assert run.stdout == " Paris.\n", "options of doit may stand before run"
+    would = doit("clean", "-n", f"artifacts={tmp_path}", env=installed)
+    assert "weights: would remove build/weights.json and" in would.stdout
+    assert before <= {*directory.rglob("*")}
+    done = doit("clean", f"artifacts={tmp_path}", env=installed)
+    assert done.stdout == would.stdout.replace("would remove", "removed")
+    left = [path.relative_to(directory) for path in directory.rglob("*") if path.is_file()]
+    assert left and all(path.is_relative_to("build/code") for path in left), "digests of the project's code"
+    again = doit("clean", f"artifacts={tmp_path}", env=installed)
+    assert [run.returncode for run in (would, done, again)] == [0, 0, 0]
+    assert again.stdout == would.stderr + done.stderr + again.stderr == ""
+
+
+def test_what_may_not_be_read_is_said_in_one_line(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "DIR/tokenizer")
+
+    monkeypatch.setattr("llama_npu2.text.chat_template.start_renderer", refuse)
+    assert main([str(demo), "hi"]) == 1
+    assert capsys.readouterr().err.startswith("error: DIR/tokenizer: Permission denied: choose a place")
+
+
 def test_elsewhere_doit_is_as_it_was(installed: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "dodo.py").write_text("def task_hello():\n    'Say hello.'\n    return {'actions': ['echo hello']}\n")
     assert doit("list", cwd=tmp_path, env=installed).stdout == "hello   Say hello.\n"
@@ -175,7 +221,7 @@ def test_old_flags_say_the_command(flag: str, capsys: pytest.CaptureFixture[str]
         ("DIR hi --tempreature=1", "--tempreature is not an option: did you mean --temperature?"),
         ("bench DIR --top-p=1", "--top-p is for llama-npu2 run, chat"),
         ("DIR hi --top-p=2", "--top-p=2.0: must be above 0 and at most 1"),
-        ("run DIR hi --prompt-file=x", "two prompts: give a text or --prompt-file, not both"),
+        ("run DIR hi --prompt-file=x", "two prompts: give a text or a file, not both"),
     ],
 )
 def test_mistakes_name_the_flag(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -739,7 +739,7 @@ def test_a_missing_package_names_the_extra(demo: Path) -> None:
     [
         (["--port=99999"], "at most 65535"),
         (["--host=256.1.1.1"], "give an address of this machine"),
-        (["--host=192.0.2.1"], "choose another --port or --host"),
+        (["--host=192.0.2.1"], "choose another port or host"),
         (["--api-key-file=/nonexistent"], "give a text file"),
         (["--api-key-file=EMPTY"], "must hold one key"),
         (["--kv-memory=1", "--queue=0"], "at least 1"),

@@ -252,6 +252,7 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "not_for_a_machine": (("doctor", "temperature=1"), "temperature= is for doit run, chat"),
     "not_for_a_list": (("list", "seed=1"), "seed= is for doit run, chat"),
     "misspelt_command": (("cmopile",), "cmopile is neither a command nor a step: did you mean compile?"),
+    "misspelt_model": (("compile", "model=deom"), "model=deom: no such directory or GGUF file: did you mean demo?"),
     "negative_tokens": (("run", "prompt=hi", "max_tokens=-1"), "max_tokens=-1"),
     "negative_temperature": (("run", "prompt=hi", "temperature=-0.1"), "temperature=-0.1"),
     "nan_temperature": (("run", "prompt=hi", "temperature=nan"), "temperature=nan"),

@@ -83,7 +83,7 @@ class Place:
         self.hosts = {*_LOCAL, self.shown.lower()} if loopback else set()
         """The names by which clients may ask for it; empty: any name."""
         if not self.keys and not loopback:
-            print("note: whoever reaches this machine may use the model: give --api-key-file", file=sys.stderr)
+            print("note: whoever reaches this machine may use the model: give a file of API keys", file=sys.stderr)
 
     def serve(self, directories: Sequence[Path], load: Callable[[Path], Llama]) -> None:
         """Answer requests until SIGINT or SIGTERM comes. Raises UserError.
@@ -200,5 +200,5 @@ def _bound(options: Listening) -> socket.socket:
         found.bind(address)
     except OSError as error:
         found.close()
-        raise UserError(f"{options.host}:{options.port}: {error.strerror}: choose another --port or --host") from None
+        raise UserError(f"{options.host}:{options.port}: {error.strerror}: choose another port or host") from None
     return found

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_npu2.errors import UserError
+from llama_npu2.errors import UserError, closest
 from llama_npu2.schema import load_json
 from llama_npu2.text import tokenizer_limits
 from stages.engine.files import read_json, write_json
@@ -56,13 +56,14 @@ def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool
         return HubSource(model, revision)
     if match := re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/((?:[\w-][\w.-]*/)*[\w-][\w.-]*\.gguf)", model):
         return HubGguf(match[1], revision, match[2])
-    from stages.model.presets import PRESETS
-
-    raise UserError(
-        f"model={model}: no such directory or GGUF file; use demo, a local checkpoint, a hub id such as "
-        "meta-llama/Llama-3.2-1B-Instruct or Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf, or "
-        f"random:<{'|'.join(sorted(PRESETS))}|config.json>"
+    built = [each.name for each in artifacts.iterdir() if each.name[0] != "."] if artifacts.is_dir() else []
+    close = closest(model, ["demo", *sorted(built)])
+    use = (
+        "use demo, a local checkpoint, a hub id such as meta-llama/Llama-3.2-1B-Instruct or "
+        "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf, or random:SHAPES"
     )
+    hint = f"did you mean {close}?" if close else use
+    raise UserError(f"model={model}: no such directory or GGUF file: {hint}")
 
 
 def _random_source(shapes: str, artifacts: Path) -> RandomSource:
