@@ -17,12 +17,13 @@ WITH_NAMES = {"why", "fleet"}
 """Commands that take names: of steps, or of a file."""
 
 _OPTIONS = (*DoitCmdBase.base_options, *DodoTaskLoader.cmd_options, *Run.cmd_options)
+"""Options of doit that may stand before commands and steps."""
 _VERBS = {verb.get_name() for verb in DoitMain.DOIT_CMDS}
 
 
 def command_line(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """Return doit's verb, `run` if there is none, and the words after it, as doit finds them."""
-    words = [argument for argument in arguments if argument[:1] == "-" or "=" not in argument]
+    words = _without_variables(arguments)
     rest = _without_options(words, DodoTaskLoader.cmd_options)
     if rest[:1] and rest[0] in _VERBS - {"run"}:
         return rest[0], [word for word in rest[1:] if word[0] != "-"]
@@ -31,11 +32,14 @@ def command_line(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 def without_run(arguments: Sequence[str]) -> list[str]:
     """Return arguments without doit's verb `run`, before which doit itself takes no options."""
-    words = [argument for argument in arguments if argument[:1] == "-" or "=" not in argument]
-    if _without_options(words, _OPTIONS)[:1] != ["run"]:
+    if _without_options(_without_variables(arguments), _OPTIONS)[:1] != ["run"]:
         return [*arguments]
     at = [*arguments].index("run")
     return [*arguments[:at], *arguments[at + 1 :]]
+
+
+def _without_variables(arguments: Sequence[str]) -> list[str]:
+    return [argument for argument in arguments if argument[:1] == "-" or "=" not in argument]
 
 
 def _without_options(words: list[str], known: Sequence[dict[str, object]]) -> list[str]:

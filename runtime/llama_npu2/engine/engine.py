@@ -237,8 +237,7 @@ class Engine:
             UserError: if there are no tokens, or too many, or one is outside the vocabulary.
         """
         with self._alone():
-            self._prefill(token_ids, chunks)
-            return self._copied_logits()
+            return self._copied(self._prefill(token_ids, chunks))
 
     def _prefill(self, token_ids: Sequence[int], chunks: Sequence[Chunk] = ()) -> np.ndarray:
         """Append tokens; return the logits after the last one, which are valid until the next token."""
@@ -254,8 +253,8 @@ class Engine:
             copy: whether the logits are the caller's. Else they are the engine's own, which the next token overwrites.
         """
         with self._alone():
-            self._decode(token_id)
-            return self._copied_logits() if copy else self._logits
+            logits = self._decode(token_id)
+            return self._copied(logits) if copy else logits
 
     def _decode(self, token_id: int) -> np.ndarray:
         """Append one token; return the logits after it, which are valid until the next token."""
@@ -440,9 +439,9 @@ class Engine:
         """The most tokens of one text that a step takes with logits after each, so that drafts can be checked."""
         return self.steps.rows if self.holds_many else self._chunks.most_tokens
 
-    def _copied_logits(self) -> np.ndarray:
-        logits: np.ndarray = self._timed("host", "copy logits", self._logits.copy)
-        return logits
+    def _copied(self, logits: np.ndarray) -> np.ndarray:
+        copied: np.ndarray = self._timed("host", "copy logits", logits.copy)
+        return copied
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in token_ids]

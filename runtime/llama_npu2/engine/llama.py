@@ -317,8 +317,7 @@ class Llama(Engine):
                 self._rewind(0)
             reused = self._keep(ids)
             if logprobs is None:
-                logits = self._timed("host", "copy logits", self._logits_after(ids).copy)
-                return _Prompt(ids, logits, started, reused)
+                return _Prompt(ids, self._copied(self._logits_after(ids)), started, reused)
             rows = self._logits_from(ids, 0)
             prompt_logprobs = [Logprob.of(token, next(rows), logprobs) for token in ids[1:]]
             return _Prompt(ids, next(rows).copy(), started, reused, prompt_logprobs)
